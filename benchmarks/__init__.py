@@ -1,0 +1,1 @@
+"""Measurements; see docs/LOG.md for results with their conditions."""

@@ -1,0 +1,1 @@
+"""Offline calibration of the confidence head. Nothing here yet: the server verifies full blocks until it exists."""

@@ -1,0 +1,1 @@
+"""Model folders: finding them by reference, the demo target, tokenizers and weights."""

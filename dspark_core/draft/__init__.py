@@ -1,0 +1,1 @@
+"""The DSpark draft: DFlash backbone, sequential heads, confidence head."""

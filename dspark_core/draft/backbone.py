@@ -1,0 +1,111 @@
+"""The draft model: DFlash backbone with injected context, sequential head, confidence head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dspark_core.config import DraftConfig
+from dspark_core.draft.heads import ConfidenceHead, build_markov_head
+from dspark_core.models.attention import Segment, plan_attention
+from dspark_core.models.decoder import PagedAttend
+from dspark_core.models.kv_cache import KVPool
+from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
+from dspark_core.models.packed import pack_linear
+
+
+class DraftModel(nn.Module):
+    """A DSpark draft. Parameter names are DeepSpec's.
+
+    The backbone reads [anchor, mask, mask, ...] in one pass; its attention sees the own block in both directions,
+    and target features of the positions before the anchor as extra keys and values.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        decoder = config.decoder
+        self.config = config
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.fc: nn.Module = nn.Linear(
+            len(config.target_layer_ids) * decoder.hidden_size, decoder.hidden_size, bias=False
+        )
+        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
+        self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps)
+        self.lm_head: nn.Module = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+        self.markov_head = build_markov_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.rotary: Rotary | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def prepare(self, *, max_positions: int, emit_vocab: int | None = None, lm_head: nn.Module | None = None) -> None:
+        """Make ready for inference: rotary tables and packed weights. To be called once, after loading.
+
+        Args:
+            max_positions, emit_vocab: as for the target.
+            lm_head: an already packed LM head to use in place of the own one (the target's, when they are equal).
+        """
+        decoder = self.config.decoder
+        self.rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
+        for layer in self.layers:
+            cast(DecoderLayer, layer).pack(with_context=True)
+        self.fc = pack_linear(self.fc)
+        self.lm_head = lm_head or pack_linear(self.lm_head, rows=emit_vocab)
+        if self.markov_head is not None:
+            self.markov_head.pack(emit_vocab=emit_vocab)
+
+    def inject(self, features: Tensor) -> Tensor:
+        """Context rows [..., D] from tapped target features [..., m * D]."""
+        return self.hidden_norm(self.fc(features.to(self.dtype)))  # type: ignore[no-any-return]
+
+    def block_ids(self, anchor_ids: Tensor, num_slots: int) -> Tensor:
+        """Backbone input [..., K]: the anchor, then mask tokens."""
+        ids = anchor_ids.unsqueeze(-1).repeat(*[1] * anchor_ids.dim(), num_slots)
+        ids[..., 1:] = self.config.mask_token_id
+        return ids
+
+    def backbone(self, block_ids: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Hidden states [..., D] after the final norm, for block tokens [...]."""
+        x = self.embed_tokens(block_ids)
+        for layer in self.layers:
+            x = layer(x, rotary, attend)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
+        """Store the draft's context keys and values of committed tokens.
+
+        Args:
+            features: [N, m * D] tapped target outputs of those tokens.
+            positions, slots: [N] int64.
+        """
+        assert self.rotary is not None, "call prepare() first"
+        rows = self.inject(features)
+        rotary = self.rotary.at(positions, self.dtype)
+        for number, layer in enumerate(self.layers):
+            keys, values = cast(DecoderLayer, layer).self_attn.context(rows, rotary)
+            pool.write(number, slots, keys, values)
+
+    @torch.inference_mode()
+    def block_hidden(
+        self, block_ids: Tensor, positions: Tensor, slots: Tensor, segments: Sequence[Segment], pool: KVPool
+    ) -> Tensor:
+        """Backbone pass over the blocks of many requests, flat rows [N] to hidden states [N, D].
+
+        The blocks' own keys and values go into the slots of the positions they predict from; they are dead after the
+        round, when the features of the tokens committed there overwrite them.
+        """
+        assert self.rotary is not None, "call prepare() first"
+        plan = plan_attention(segments, pool=pool, num_heads=self.config.decoder.num_heads, dtype=self.dtype)
+        attend = PagedAttend(plan, pool, slots)
+        return self.backbone(block_ids, self.rotary.at(positions, self.dtype), attend)

@@ -1,0 +1,103 @@
+"""Drafting: one parallel backbone pass, then sampling left to right through the sequential head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_core.draft.backbone import DraftModel
+from dspark_core.models.attention import Segment
+from dspark_core.models.kv_cache import KVPool
+
+# (slot, logits [R, V] float32, draft_ids [R, slot] chosen before) to token ids [R]
+Choose = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """One request's block: its anchor token, the anchor's position p, how many slots to draft, its page table.
+
+    The draft's context of positions 0..p-1 must have been written; pages must cover p + num_slots positions.
+    """
+
+    anchor_id: int
+    position: int
+    num_slots: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Proposals `draft_ids` [R, K] and `confidence_logits` [R, K] float32 (None without a confidence head).
+
+    Requests with fewer than K slots have meaningless values after their own.
+    """
+
+    draft_ids: Tensor
+    confidence_logits: Tensor | None
+
+
+class Drafter:
+    """A prepared draft model and the pool that holds its context."""
+
+    def __init__(self, model: DraftModel, pool: KVPool) -> None:
+        self.model, self.pool = model, pool
+
+    @torch.inference_mode()
+    def draft(self, blocks: Sequence[DraftBlock], choose: Choose) -> Drafts:
+        """Draft a block for each request.
+
+        Args:
+            choose: picks the tokens of one slot; called for slot 0, 1, ... with what was chosen before.
+        """
+        hidden = self._hidden(blocks)
+        model, head = self.model, self.model.markov_head
+        base_logits = model.lm_head(hidden.flatten(0, 1)).float().unflatten(0, hidden.shape[:2])
+        previous = torch.tensor([b.anchor_id for b in blocks], device=model.device)
+        state = head.start(len(blocks)) if head is not None else None
+        draft_ids = previous.new_empty(len(blocks), 0)
+        embeddings = []
+        for slot in range(hidden.shape[1]):
+            logits = base_logits[:, slot]
+            if head is not None:
+                embedded = head.embed(previous)
+                bias, state = head.step(embedded, hidden[:, slot], state)
+                logits = logits + bias
+                embeddings.append(embedded)
+            # A draft that computed NaN is a bad draft, not an error: its token is drawn from something finite.
+            previous = choose(slot, torch.nan_to_num(logits), draft_ids)
+            draft_ids = torch.cat((draft_ids, previous.unsqueeze(-1)), -1)
+        confidence = None
+        if model.confidence_head is not None:
+            confidence = model.confidence_head(hidden, torch.stack(embeddings, 1) if embeddings else None)
+        return Drafts(draft_ids, confidence)
+
+    def _hidden(self, blocks: Sequence[DraftBlock]) -> Tensor:
+        """Backbone states [R, K, D]; rows past a request's own slots are zero."""
+        size, model = self.pool.page_size, self.model
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        segments = []
+        for block in blocks:
+            span = range(block.position, block.position + block.num_slots)
+            segments.append(Segment(len(ids), len(span), span[-1], block.pages, causal=False))
+            ids += [block.anchor_id, *[model.config.mask_token_id] * (len(span) - 1)]
+            positions += span
+            slots += [block.pages[p // size] * size + p % size for p in span]
+        block_ids, places, targets = (torch.tensor(v, device=model.device) for v in (ids, positions, slots))
+        flat = model.block_hidden(block_ids, places, targets, segments, self.pool)
+        longest = max(block.num_slots for block in blocks)
+        if len(ids) == longest * len(blocks):
+            return flat.view(len(blocks), longest, -1)
+        hidden = flat.new_zeros(len(blocks), longest, flat.shape[-1])
+        for row, segment in enumerate(segments):
+            hidden[row, : segment.count] = flat[segment.start : segment.start + segment.count]
+        return hidden
+
+    def absorb(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the draft's context of committed tokens: features [N, m * D], positions and slots [N]."""
+        self.model.write_context(features, positions, slots, self.pool)

@@ -1,0 +1,19 @@
+"""The two kinds of error that a user of dspark is meant to read."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A model folder cannot be used: the message names the file or key, what was found and what was expected."""
+
+
+class RequestError(ValueError):
+    """A request cannot be served as sent (HTTP 400).
+
+    Attributes:
+        field: the request field at fault, or None when no single field is.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field

@@ -1,0 +1,1 @@
+"""Target decoders: configuration, layers, attention over paged KV memory."""

@@ -1,0 +1,205 @@
+"""Building blocks shared by target decoders and draft backbones.
+
+Parameter names equal those in the checkpoints of the Llama and Qwen families. Rows are flat: [N, D], no batch axis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark_core.config import DecoderConfig, RopeConfig
+from dspark_core.models.packed import pack_linear
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32 as the reference models do."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class Rotary:
+    """Cosine and sine tables of rotary position embedding, [positions, head_dim / 2] float32 each."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
+        frequencies, scale = rope_frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        self.cos = (angles.cos() * scale).to(device)
+        self.sin = (angles.sin() * scale).to(device)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for rows at `positions` [...], shaped [..., 1, head_dim / 2] to broadcast over heads."""
+        return self.cos[positions].unsqueeze(-2).to(dtype), self.sin[positions].unsqueeze(-2).to(dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate `x` [..., heads, head_dim] by its rows' angles (half-split layout)."""
+    cos, sin = rotary
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on the tables, for each supported scaling type.
+
+    Sources: Llama 3.1's published scaling; YaRN, arXiv 2309.00071.
+    """
+    values = dict(rope.scaling)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / values["factor"], 1.0
+    if rope.kind == "llama3":
+        return _llama3(frequencies, values), 1.0
+    if rope.kind == "yarn":
+        return _yarn(frequencies, values, rope.theta, head_dim)
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: Tensor, values: dict[str, float]) -> Tensor:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    low, high = values.get("low_freq_factor", 1.0), values.get("high_freq_factor", 4.0)
+    turns = values.get("original_max_position_embeddings", 8192.0) * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / values["factor"]
+
+
+def _yarn(frequencies: Tensor, values: dict[str, float], theta: float, head_dim: int) -> tuple[Tensor, float]:
+    original = values.get("original_max_position_embeddings", 4096.0)
+    factor = values["factor"]
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(values.get("beta_fast", 32.0)), dimension(values.get("beta_slow", 1.0))
+    if values.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretch = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    scale = values.get("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return stretch * frequencies / factor + (1 - stretch) * frequencies, scale
+
+
+class Attend(Protocol):
+    """Stores a layer's keys and values and attends: (layer, q [N,H,d], k [N,KV,d], v [N,KV,d]) to [N,H,d]."""
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; where keys are kept and who sees whom is the business of `attend`."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj: nn.Module = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj: nn.Module = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj: nn.Module = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj: nn.Module = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.qkv_packed: nn.Module | None = None
+        self.kv_packed: nn.Module | None = None
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        queries, keys, values = self.project(x)
+        if self.q_norm is None or self.k_norm is None:
+            queries, keys = rotate(torch.cat((queries, keys), -2), rotary).split(
+                (self.num_heads, self.num_kv_heads), -2
+            )
+        else:
+            queries, keys = rotate(self.q_norm(queries), rotary), rotate(self.k_norm(keys), rotary)
+        out = attend(self.layer, queries, keys, values)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of hidden rows, [..., heads, head_dim] each, before norm and rotation."""
+        if self.qkv_packed is not None:
+            heads = self.qkv_packed(x).unflatten(-1, (-1, self.head_dim))
+            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), -2)
+            return q, k, v
+        shape = (-1, self.head_dim)
+        return (
+            self.q_proj(x).unflatten(-1, shape),
+            self.k_proj(x).unflatten(-1, shape),
+            self.v_proj(x).unflatten(-1, shape),
+        )
+
+    def context(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [..., KV, head_dim] of injected context rows (DFlash), which ask no queries."""
+        if self.kv_packed is not None:
+            keys, values = self.kv_packed(x).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
+        else:
+            keys, values = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return rotate(keys if self.k_norm is None else self.k_norm(keys), rotary), values
+
+    def pack(self, *, with_context: bool) -> None:
+        """Replace the projections by packed ones for inference; the originals are dropped."""
+        self.qkv_packed = pack_linear(self.q_proj, self.k_proj, self.v_proj)
+        self.kv_packed = pack_linear(self.k_proj, self.v_proj) if with_context else None
+        self.o_proj = pack_linear(self.o_proj)
+        self.q_proj = self.k_proj = self.v_proj = nn.Identity()
+
+
+class MLP(nn.Module):
+    """Gated feed-forward layer: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        d, i = config.hidden_size, config.intermediate_size
+        self.gate_proj: nn.Module = nn.Linear(d, i, bias=config.mlp_bias)
+        self.up_proj: nn.Module = nn.Linear(d, i, bias=config.mlp_bias)
+        self.down_proj: nn.Module = nn.Linear(i, d, bias=config.mlp_bias)
+        self.gate_up_packed: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_packed is not None:
+            gate, up = self.gate_up_packed(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+    def pack(self) -> None:
+        """Replace the projections by packed ones for inference; the originals are dropped."""
+        self.gate_up_packed = pack_linear(self.gate_proj, self.up_proj)
+        self.down_proj = pack_linear(self.down_proj)
+        self.gate_proj = self.up_proj = nn.Identity()
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+    def pack(self, *, with_context: bool = False) -> None:
+        """Pack for inference; `with_context` keeps a key-value projection for injected context (drafts)."""
+        self.self_attn.pack(with_context=with_context)
+        self.mlp.pack()

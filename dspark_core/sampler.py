@@ -1,0 +1,189 @@
+"""One round of sampling for a batch: chooses draft tokens slot by slot, then verifies them.
+
+Requests of three kinds share a batch: greedy, ratio (temperature, no seed) and coupled (temperature and seed). A
+round is made fresh in every step from what the host knows; it holds no state beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_core.randomness import Purpose, gumbel, uniform
+from dspark_core.sampling import Filters, SamplingParams, argmax, draw, probabilities
+from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """One request's part in a round.
+
+    Attributes:
+        params: its sampling parameters.
+        key: of its random stream; with a seed, a pure function of seed and choice index.
+        round: number of this round, for draws that are fresh in every round.
+        position: absolute position of the token that slot 0 predicts.
+        prompt_ids, output_ids: tokens so far, read only when the request is penalised.
+    """
+
+    params: SamplingParams
+    key: int
+    round: int
+    position: int
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+
+
+class Round:
+    """Draft choices and verification of R requests.
+
+    Args:
+        sources: one per request, in batch order.
+        device: of the logits.
+    """
+
+    def __init__(self, sources: Sequence[RowSource], device: torch.device) -> None:
+        self.sources, self.device = sources, device
+        self.keys = self._tensor([s.key for s in sources])
+        self.rounds = self._tensor([s.round for s in sources])
+        self.positions = self._tensor([s.position for s in sources])
+        self.greedy = self._where([s.params.greedy for s in sources])
+        self.ratio = self._where([not s.params.greedy and s.params.seed is None for s in sources])
+        self.coupled = self._where([not s.params.greedy and s.params.seed is not None for s in sources])
+        self.ratio_filters = self._filters(self.ratio)
+        self.coupled_filters = self._filters(self.coupled)
+        self.penalised = [i for i, s in enumerate(sources) if s.params.penalised]
+        self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
+        self.noise: list[Tensor] = []  # per slot [len(coupled), V]
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _where(self, flags: list[bool]) -> Tensor:
+        return self._tensor([i for i, flag in enumerate(flags) if flag])
+
+    def _filters(self, index: Tensor) -> Filters | None:
+        chosen = index.tolist()
+        return Filters.of([self.sources[i].params for i in chosen], self.device) if chosen else None
+
+    def choose(self, slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:
+        """Draft tokens [R] of one slot from the draft's logits [R, V].
+
+        Args:
+            draft_ids: [R, slot] chosen before, seen by penalties.
+        """
+        logits = self._penalise_draft(logits, draft_ids)
+        if not len(self.ratio) and not len(self.coupled):
+            return argmax(logits)
+        ids = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
+        if len(self.greedy):
+            ids[self.greedy] = argmax(logits[self.greedy])
+        if self.ratio_filters is not None:
+            probs = probabilities(logits[self.ratio], self.ratio_filters)
+            self.draft_probs.append(probs)
+            u = uniform(self.keys[self.ratio], self.rounds[self.ratio], int(Purpose.DRAFT), slot)
+            ids[self.ratio] = draw(probs, u)
+        if self.coupled_filters is not None:
+            probs = probabilities(logits[self.coupled], self.coupled_filters)
+            ids[self.coupled] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
+        return ids
+
+    def verify(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Verified:
+        """What stands of each block, by each request's own rule.
+
+        Args:
+            logits: [sum(l + 1), V] target scores of the rows of all requests, in batch order.
+            draft_ids: [R, K].
+            verify_lens: [R] admitted draft tokens.
+        """
+        lens = self._tensor(list(verify_lens))
+        start = (lens + 1).cumsum(0) - (lens + 1)
+        logits = self._penalise_target(logits, draft_ids, verify_lens)
+        if not len(self.ratio) and not len(self.coupled):
+            return verify_choices(greedy_choices(logits), draft_ids, start, lens)
+        accepted, following = torch.zeros_like(lens), torch.zeros_like(lens)
+        owner = torch.repeat_interleave(torch.arange(len(lens), device=self.device), lens + 1)
+        for index, rule in (
+            (self.greedy, self._greedy),
+            (self.ratio, self._ratio),
+            (self.coupled, self._coupled),
+        ):
+            if len(index):
+                rows = torch.isin(owner, index).nonzero().squeeze(-1)
+                local = torch.searchsorted(index, owner[rows])
+                own_start = (lens[index] + 1).cumsum(0) - (lens[index] + 1)
+                result = rule(logits[rows], local, draft_ids[index], own_start, lens[index])
+                accepted[index], following[index] = result
+        return Verified(accepted, following)
+
+    def _greedy(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+        return verify_choices(greedy_choices(logits), draft_ids, start, lens)
+
+    def _ratio(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+        assert self.ratio_filters is not None
+        keys, rounds = self.keys[self.ratio], self.rounds[self.ratio]
+        slots = torch.arange(draft_ids.shape[1], device=self.device)
+        return verify_ratio(
+            probabilities(logits, self.ratio_filters.rows(local)),
+            draft_ids,
+            torch.stack(self.draft_probs, 1) if self.draft_probs else logits.new_zeros(len(keys), 0, logits.shape[-1]),
+            start,
+            lens,
+            accept_u=uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(Purpose.ACCEPT), slots),
+            residual_u=uniform(keys, rounds, int(Purpose.RESIDUAL), 0),
+        )
+
+    def _coupled(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+        assert self.coupled_filters is not None
+        vocab = logits.shape[-1]
+        noise = torch.stack([self._noise(slot, vocab) for slot in range(int(lens.max()) + 1)], 1)
+        slot = torch.arange(len(local), device=self.device) - start[local]
+        choices = coupled_choices(probabilities(logits, self.coupled_filters.rows(local)), noise[local, slot])
+        return verify_choices(choices, draft_ids, start, lens)
+
+    def _noise(self, slot: int, vocab: int) -> Tensor:
+        """[len(coupled), V] noise of the positions that `slot` predicts; made once, used by draft and target."""
+        while len(self.noise) <= slot:
+            keys = self.keys[self.coupled].unsqueeze(-1)
+            position = self.positions[self.coupled].unsqueeze(-1) + len(self.noise)
+            tokens = torch.arange(vocab, device=self.device)
+            self.noise.append(gumbel(keys, int(Purpose.NOISE), position, tokens))
+        return self.noise[slot]
+
+    def _penalise_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
+        if not self.penalised:
+            return logits
+        logits = logits.clone()
+        for i in self.penalised:
+            logits[i] = penalise(logits[i], self.sources[i], draft_ids[i])
+        return logits
+
+    def _penalise_target(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Tensor:
+        """Each row sees the tokens before it, earlier slots of its own block included."""
+        if not self.penalised:
+            return logits
+        logits = logits.clone()
+        for i in self.penalised:
+            start = sum(verify_lens[:i]) + i
+            for slot in range(verify_lens[i] + 1):
+                logits[start + slot] = penalise(logits[start + slot], self.sources[i], draft_ids[i, :slot])
+        return logits
+
+
+def penalise(logits: Tensor, source: RowSource, block_ids: Tensor) -> Tensor:
+    """Logits [V] after presence, frequency and repetition penalties, given the tokens before this row.
+
+    Args:
+        block_ids: [j] draft tokens of the block that come before this row.
+    """
+    params, vocab = source.params, logits.shape[-1]
+    output = torch.cat((torch.tensor(list(source.output_ids), dtype=torch.int64, device=logits.device), block_ids))
+    counts = torch.bincount(output, minlength=vocab)[:vocab]
+    prompt = torch.tensor(list(source.prompt_ids), dtype=torch.int64, device=logits.device)
+    seen = (counts > 0) | (torch.bincount(prompt, minlength=vocab)[:vocab] > 0)
+    repeated = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+    logits = torch.where(seen, repeated, logits)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)

@@ -1,0 +1,177 @@
+"""From logits to distributions and draws. One function makes probabilities; drafting and verification share it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark_core.errors import RequestError
+
+# Below this, dividing by the temperature only loses digits: it is greedy decoding.
+GREEDY_TEMPERATURE = 1e-5
+MAX_SEED = 2**63 - 1
+RANKED_FIRST = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token of one request is chosen.
+
+    Attributes:
+        temperature: 0 (or below 1e-5) is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens that reaches this mass.
+        min_p: keep tokens at least this times as likely as the most likely one.
+        presence_penalty, frequency_penalty: taken off the logits of tokens generated before, once and per occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
+        seed: selects the coupled rule; the text then depends on the seed alone.
+
+    Raises:
+        RequestError: a value out of range; `field` names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"{item.name} is {value}, expected a finite number", item.name)
+        _expect("temperature", self.temperature, self.temperature >= 0, "at least 0")
+        _expect("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for no limit")
+        _expect("top_p", self.top_p, 0 <= self.top_p <= 1, "from 0 to 1")
+        _expect("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _expect("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "from -2 to 2")
+        _expect("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2")
+        _expect("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
+        _expect("seed", self.seed, self.seed is None or 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+def _expect(name: str, value: Any, holds: bool, expected: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value}, expected {expected}", name)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Per-row temperature and filters, [N] each; None where no row uses that filter."""
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], device: torch.device) -> Filters:
+        """Rows of non-greedy requests."""
+
+        def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            torch.tensor([p.temperature for p in params], device=device),
+            column([max(p.top_k, 0) for p in params], 0, torch.int64),
+            column([p.top_p for p in params], 1.0),
+            column([p.min_p for p in params], 0.0),
+        )
+
+    def rows(self, index: Tensor) -> Filters:
+        """The filters of the given rows, repeats allowed."""
+        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return Filters(*(None if part is None else part[index] for part in parts))  # type: ignore[arg-type]
+
+
+def probabilities(logits: Tensor, filters: Filters) -> Tensor:
+    """The distribution that is sampled from: temperature, then top-k, top-p (on what top-k left), min-p.
+
+    Filters are thresholds on probabilities, so that tokens as likely as the last one kept are kept too. Every sum runs
+    inside a row in a fixed order: a row's result does not depend on the rows beside it.
+
+    Args:
+        logits: [N, V], any float dtype.
+
+    Returns:
+        [N, V] float32, each row summing to 1; the most likely token is always kept.
+    """
+    scaled = logits.float()
+    # The maximum becomes 0 first, so that tiny temperatures cannot overflow.
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / filters.temperature.unsqueeze(-1)
+    probs = torch.softmax(scaled, -1)
+    threshold = _ranked_threshold(probs, filters)
+    if filters.min_p is not None:
+        least = filters.min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True)
+        threshold = least if threshold is None else torch.maximum(threshold, least)
+    if threshold is None:
+        return probs
+    return torch.softmax(scaled.masked_fill_(probs < threshold, float("-inf")), -1)
+
+
+def _ranked_threshold(probs: Tensor, filters: Filters) -> Tensor | None:
+    """[N, 1] least probability that top-k and top-p keep, or None without such filters."""
+    if filters.top_k is None and filters.top_p is None:
+        return None
+    vocab = probs.shape[-1]
+    first = vocab if filters.top_k is not None and bool((filters.top_k > RANKED_FIRST).any()) else RANKED_FIRST
+    for size in (min(first, vocab), vocab):
+        # The most likely tokens nearly always suffice; sorting the whole vocabulary is 30 times slower.
+        ranked = probs.topk(size, dim=-1).values
+        last = torch.full_like(ranked[:, 0], vocab - 1, dtype=torch.int64)
+        total = torch.ones_like(ranked[:, :1])
+        cumulative = ranked.cumsum(-1)
+        if filters.top_k is not None:
+            last = torch.where(filters.top_k > 0, filters.top_k.clamp_max(vocab) - 1, last)
+            within = last.clamp_max(size - 1).unsqueeze(-1)
+            total = torch.where(filters.top_k.unsqueeze(-1) > 0, cumulative.gather(-1, within), total)
+        if filters.top_p is not None:
+            before = cumulative - ranked
+            mass = (before < filters.top_p.unsqueeze(-1) * total).sum(-1).clamp_min(1) - 1
+            last = torch.where(filters.top_p < 1, torch.minimum(last, mass), last)
+        unfiltered = last == vocab - 1
+        if bool(((last < size - 1) | unfiltered).all()) or size == vocab:
+            break
+    threshold = ranked.gather(-1, last.clamp_max(size - 1).unsqueeze(-1))
+    return threshold.masked_fill(unfiltered.unsqueeze(-1), 0.0)
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Index of the largest value of each row, the lowest one on a tie. [N, V] to [N]."""
+    if values.device.type == "cpu":
+        # NumPy promises the first maximum, and is 20 times faster here than torch.argmax.
+        return torch.from_numpy((values.float() if values.dtype.itemsize < 4 else values).numpy().argmax(-1))
+    ids = torch.arange(values.shape[-1], device=values.device)
+    return torch.where(values == values.amax(-1, keepdim=True), ids, values.shape[-1] - 1).amin(-1)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """One index per row with probability proportional to `weights`, by inverting the cumulative sum.
+
+    Args:
+        weights: [N, V], not negative, not all zero; need not sum to 1.
+        u: [N] float64 uniform in [0, 1).
+
+    Returns:
+        [N] int64; an index of weight 0 is never returned.
+    """
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    point = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)

@@ -1,0 +1,1 @@
+"""The serving side of dspark: the engine, its HTTP interface and the command `dspark-serve`."""

@@ -1,0 +1,156 @@
+"""`dspark-serve`: load a target and its draft, say what was loaded, serve it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType, NoneType
+from typing import Any, NoReturn, get_args
+
+import uvicorn
+from pydantic import ValidationError
+
+from dspark_core.errors import CheckpointError
+from server.config import ServerConfig, explain
+
+PROGRAM = "dspark-serve"
+GROUPS = {"model": "what is served", "engine": "the engine's sizes", "http": "the HTTP server"}
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+GRACE_S = 5  # seconds that running requests get to finish once a signal to stop has come
+
+
+class UsageError(ValueError):
+    """The command line cannot be read; the message names the flag."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that ends at once on any second signal, and lets the requests that it cuts say so."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves this out then, and the engine's thread would run on
+            await self.lifespan.shutdown()
+        elif self.server_state.tasks:  # cancelled at the end of the grace: they have something left to send
+            await asyncio.wait(self.server_state.tasks, timeout=1)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One flag per field of ServerConfig. The parser hands on text; only ServerConfig converts and checks."""
+    parser = _Parser(
+        PROGRAM,
+        description="Serve a language model and its DSpark draft over HTTP: the same text, sooner.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
+    for name, field in ServerConfig.model_fields.items():
+        assert isinstance(field.json_schema_extra, dict)
+        default = "" if field.default is None else f" (default: {field.default})"
+        group = groups[str(field.json_schema_extra["group"])]
+        text = f"{field.description}{default}".replace("%", "%%")
+        group.add_argument(flag(name), help=text, metavar=_metavar(field.annotation))
+    return parser
+
+
+def flag(name: str) -> str:
+    """The flag of a field of ServerConfig."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(annotation: Any) -> str:
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
+    if isinstance(kinds[0], str):
+        return "{" + ",".join(kinds) + "}"
+    return {int: "N", float: "X", str: "TEXT"}[kinds[0]]
+
+
+def parse_config(argv: Sequence[str]) -> ServerConfig:
+    """Settings from the command line; UsageError names the flag, what was found and what was expected."""
+    known, unknown = build_parser().parse_known_args(argv)
+    flags = [flag(name) for name in ServerConfig.model_fields]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
+        expected = near[0] if near else f"one of {' '.join(flags)}"
+        raise UsageError(f"unknown argument {unknown[0]}, expected {expected}")
+    try:
+        return ServerConfig(**vars(known))
+    except ValidationError as error:
+        name, complaint = explain(error, ServerConfig.model_fields)
+        raise UsageError(f"{flag(name)}: {complaint}") from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket: a second server fails at once, and clients that come early wait in its queue."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def banner(info: Mapping[str, str], host: str, port: int) -> str:
+    """What was loaded and how to talk to it, in one block."""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    width = max(map(len, info))
+    lines = [f"  {name:<{width}}  {value}" for name, value in info.items()]
+    body = """{"prompt": "The capital of France is", "max_tokens": 32, "stream": true}"""
+    return "\n".join(["dspark serves", *lines, "try", f"  curl -N http://{host}:{port}/generate -d '{body}'"])
+
+
+def serve(config: ServerConfig, sock: socket.socket) -> None:
+    """Load the models and serve until a signal comes; CheckpointError when they cannot be loaded."""
+    # Imported here: torch takes seconds, and --help or a typing error should not.
+    from server.app import create_app
+    from server.async_engine import AsyncEngine
+    from server.loader import load_engine
+
+    engine = load_engine(config)
+    print(banner(engine.info, *sock.getsockname()[:2]), flush=True)
+    app = create_app(AsyncEngine(engine), config)
+    Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)).run([sock])
+
+
+def _stop(_: int, __: FrameType | None) -> NoReturn:
+    # While loading this ends the process; while serving uvicorn handles the signal, then raises it once more.
+    raise SystemExit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 stopped by a signal, 1 cannot start, 2 wrong usage."""
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, _stop)
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    try:
+        sock = listen(config.host, config.port)
+    except OSError as error:
+        where = f"{config.host} port {config.port}"
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        return _fail(f"cannot listen on {where}: {reason}; choose others with --host and --port", 1)
+    with sock:
+        try:
+            serve(config, sock)
+        except CheckpointError as error:
+            return _fail(str(error), 1)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    return code

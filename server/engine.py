@@ -1,0 +1,269 @@
+"""The engine: one step schedules, drafts, verifies and delivers for all requests at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dspark_core.checkpoint.tokenizer import Tokenizer
+from dspark_core.draft.drafter import DraftBlock, Drafter
+from dspark_core.errors import RequestError
+from dspark_core.models.decoder import TargetModel
+from dspark_core.models.kv_cache import KVPool
+from dspark_core.randomness import derive_key
+from dspark_core.sampler import Round, RowSource
+from server.kv import KVMemory
+from server.layout import Layout, lay_out
+from server.request import Delta, Request, RequestParams, TokenLogprob
+from server.scheduler import RequestScheduler, Work
+
+Outcome = tuple[Request, Delta]
+
+
+@dataclass
+class EngineParts:
+    """What an engine is made of.
+
+    Attributes:
+        target, pool: prepared target and the pool of its keys and values.
+        drafter: prepared draft with its own pool of as many pages, or None for plain decoding only.
+        eos_token_ids: ids that end a text.
+        vocab_size: ids below this may be asked for and emitted.
+        seed: makes the server's unseeded requests reproducible, in order of arrival.
+        info: what was loaded, for people.
+    """
+
+    target: TargetModel
+    pool: KVPool
+    drafter: Drafter | None
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    seed: int | None = None
+    info: dict[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous batching with exact speculative decoding. Not thread-safe: one thread calls everything.
+
+    Between steps, for every running request: `kv_len <= len(tokens) - 1`, with equality while it decodes, and the
+    draft's context covers the same positions if the request drafts.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.target, self.pool, self.drafter = parts.target, parts.pool, parts.drafter
+        self.tokenizer, self.eos_token_ids, self.vocab_size = (
+            parts.tokenizer,
+            parts.eos_token_ids,
+            parts.vocab_size,
+        )
+        self.max_model_len, self.max_num_seqs, self.info = parts.max_model_len, parts.max_num_seqs, parts.info
+        self.draft_len = self.drafter.model.config.draft_len if self.drafter else 0
+        self.taps = self.drafter.model.config.target_layer_ids if self.drafter else ()
+        self.memory = KVMemory(self.pool.num_pages, self.pool.page_size)
+        if self.memory.capacity < self.max_model_len:
+            raise ValueError(f"KV memory holds {self.memory.capacity} tokens, expected {self.max_model_len} or more")
+        self.scheduler = RequestScheduler(
+            self.memory,
+            draft_len=self.draft_len,
+            max_num_seqs=parts.max_num_seqs,
+            max_num_batched_tokens=parts.max_num_batched_tokens,
+        )
+        self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def make_request(self, prompt_ids: Sequence[int], params: RequestParams) -> Request:
+        """Check a request against the model's limits. Touches nothing of the engine's running state.
+
+        Raises:
+            RequestError: empty prompt, ids outside the vocabulary, a stop id outside it, too long.
+        """
+        self._check(prompt_ids, params)
+        room = self.max_model_len - len(prompt_ids)
+        self._num_requests += 1
+        sampling = params.sampling
+        if sampling.seed is not None:
+            key = derive_key("seed", sampling.seed, params.choice_index)
+        else:
+            key = derive_key("request", self._entropy, self._num_requests)
+        return Request(
+            prompt_ids=list(prompt_ids),
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            key=key,
+            detokenizer=self.tokenizer.detokenizer(),
+        )
+
+    def _check(self, prompt_ids: Sequence[int], params: RequestParams) -> None:
+        limit, size = self.max_model_len, len(prompt_ids)
+        if not prompt_ids:
+            raise RequestError("the prompt is empty, expected at least one token", "prompt")
+        for field_name, ids in (("prompt_ids", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
+                expected = f"expected 0 to {self.vocab_size - 1}"
+                raise RequestError(f"{field_name}: {bad[0]} is outside the vocabulary, {expected}", field_name)
+        if size >= limit:
+            raise RequestError(
+                f"the prompt has {size} tokens, expected at most {limit - 1}: the context holds {limit} tokens, prompt "
+                "and completion together",
+                "prompt",
+            )
+        if params.max_tokens is not None and size + params.max_tokens > limit:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens} with a prompt of {size} tokens, {size + params.max_tokens} in all; "
+                f"the context holds {limit}",
+                "max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> Delta | None:
+        """End a request and free its place at once; None if it had ended already."""
+        if request.finished:
+            return None
+        self.scheduler.remove(request)
+        return request.abort()
+
+    def fail_running(self, message: str) -> list[Outcome]:
+        """End every running request with an error, after a step that raised."""
+        return [(request, self._fail(request, message)) for request in list(self.scheduler.running)]
+
+    @torch.inference_mode()
+    def step(self) -> list[Outcome]:
+        """Run every scheduled request once: schedule, draft, verify, deliver, commit."""
+        work = sorted(self.scheduler.schedule(), key=lambda item: (item.num_slots == 0, not item.decides))
+        if not work:
+            return []
+        drafting = [item for item in work if item.num_slots]
+        plain = [item for item in work if item.decides and not item.num_slots]
+        draft_round, plain_round = self._round(drafting), self._round(plain)
+        draft_ids, verify_lens = self._draft(drafting, draft_round)
+        admitted = [ids[:length] for ids, length in zip(draft_ids.tolist(), verify_lens, strict=True)]
+        layout = lay_out(work, admitted, self.pool.page_size, self.target.device)
+        tap = self.taps if any(self._keeps_context(item.request) for item in work) else ()
+        output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
+        rows = sum(verify_lens) + len(verify_lens)
+        verified = draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
+        chosen = plain_round.verify(output.logits[rows:], draft_ids.new_empty(len(plain), 0), [0] * len(plain))
+        emitted = [
+            [*ids[:count], token]
+            for ids, count, token in zip(admitted, *(part.tolist() for part in verified), strict=True)
+        ]
+        emitted += [[token] for token in chosen.next_ids.tolist()]
+        outcomes = self._deliver(work, admitted, emitted, output.logits)
+        self._commit(work, layout, emitted, output.features)
+        return outcomes
+
+    def _round(self, items: Sequence[Work]) -> Round:
+        sources = [
+            RowSource(
+                params=item.request.params.sampling,
+                key=item.request.key,
+                round=item.request.rounds,
+                position=len(item.request.tokens),
+                prompt_ids=item.request.prompt_ids,
+                output_ids=item.request.output_ids,
+            )
+            for item in items
+        ]
+        return Round(sources, self.target.device)
+
+    def _draft(self, items: Sequence[Work], draft_round: Round) -> tuple[Tensor, list[int]]:
+        """Proposals [R, K] and how many of each request's are sent to the target: all of them, until calibration."""
+        if not items or self.drafter is None:
+            return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), []
+        blocks = [
+            DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
+            for item in items
+        ]
+        drafts = self.drafter.draft(blocks, draft_round.choose)
+        return drafts.draft_ids, [item.num_slots for item in items]
+
+    def _deliver(
+        self, work: Sequence[Work], admitted: list[list[int]], emitted: list[list[int]], logits: Tensor
+    ) -> list[Outcome]:
+        """Give each deciding request its tokens; one whose scores are not finite ends with an error."""
+        finite = logits.amax(-1).isfinite().tolist()
+        outcomes: list[Outcome] = []
+        row = 0
+        for index, tokens in enumerate(emitted):
+            item, verified = work[index], len(admitted[index]) if index < len(admitted) else 0
+            rows = slice(row, row + verified + 1)
+            row = rows.stop
+            if not all(finite[rows]):
+                outcomes.append((item.request, self._fail(item.request, "the target's scores are not finite")))
+                continue
+            if delta := self._append(item, verified, tokens, logits[rows]):
+                outcomes.append((item.request, delta))
+        return outcomes
+
+    def _append(self, item: Work, verified: int, tokens: list[int], logits: Tensor) -> Delta | None:
+        request = item.request
+        request.rounds += 1
+        taken = request.append(tokens, token_logprobs(logits, tokens, request.params.logprobs))
+        if item.num_slots:
+            accepted = min(taken, len(tokens) - 1)
+            request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted)
+        if request.finished:
+            self.scheduler.remove(request)
+        return request.take_delta()
+
+    def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
+        """Declare the rows of tokens that stand valid, and give their features to the draft."""
+        context_rows: list[int] = []
+        for index, item in enumerate(work):
+            request = item.request
+            if request.finished:
+                continue
+            size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
+            keeps = self._keeps_context(request)
+            self.memory.commit(request.table, size, draft_context=keeps)
+            self.memory.rollback(request.table, len(request.tokens))
+            if keeps:
+                context_rows += range(layout.starts[index], layout.starts[index] + size)
+        if self.drafter and features is not None and context_rows:
+            rows = torch.tensor(context_rows, device=features.device)
+            self.drafter.absorb(features[rows], layout.batch.positions[rows], layout.batch.slots[rows])
+
+    def _keeps_context(self, request: Request) -> bool:
+        """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
+        return self.drafter is not None and request.params.speculative
+
+    def _fail(self, request: Request, message: str) -> Delta:
+        """End a request whose memory may hold NaN: its pages are zeroed before somebody else gets them."""
+        if request.table.pages:
+            self.pool.clear(request.table.pages)
+            if self.drafter is not None:
+                self.drafter.pool.clear(request.table.pages)
+        self.scheduler.remove(request)
+        return request.fail(message)
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int | None) -> list[TokenLogprob] | None:
+    """Log-probabilities of emitted tokens under the target, before temperature and filters.
+
+    Args:
+        logits: [n, V], rows of the tokens in order; further rows are ignored.
+        top: how many alternatives to list, or None for no log-probabilities at all.
+    """
+    if top is None:
+        return None
+    scores = torch.log_softmax(logits[: len(tokens)].float(), -1)
+    best = scores.topk(top, dim=-1)
+    return [
+        TokenLogprob(token, row[token].item(), tuple(zip(ids, values, strict=True)))
+        for token, row, ids, values in zip(tokens, scores, best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
