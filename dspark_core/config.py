@@ -6,88 +6,15 @@ D hidden size, H query heads, G = H / KV heads per key-value head, m tapped laye
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dspark_core.errors import CheckpointError
+from dspark_core.keys import Keys
+from dspark_core.models.rope import RopeConfig, read_rope
 
 HEAD_TYPES = ("vanilla", "gated", "rnn")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MISSING: Any = object()
-
-
-class Keys:
-    """A JSON object whose reads fail with the file and key named.
-
-    Args:
-        values: the parsed object.
-        where: what to call it in errors, usually the file's path.
-    """
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    @classmethod
-    def of_file(cls, path: Path) -> Keys:
-        """Read a JSON object; a missing, broken or non-object file is a CheckpointError."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; expected a model folder with this file") from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} holds a {type(values).__name__}, expected a JSON object")
-        return cls(values, str(path))
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-        """The value of `key`; null counts as absent, and a value of another type is an error."""
-        value = self.values.get(key)
-        if value is None:
-            if default is _MISSING:
-                raise CheckpointError(f"{self.where}: key '{key}' is missing")
-            return default
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join(k.__name__ for k in kinds)
-            raise CheckpointError(f"{self.where}: key '{key}' is {value!r}, expected {names}")
-        return value
-
-    def positive(self, key: str, default: Any = _MISSING) -> int:
-        """An integer of at least 1."""
-        value = self.get(key, int, default)
-        if value < 1:
-            raise CheckpointError(f"{self.where}: key '{key}' is {value}, expected at least 1")
-        return int(value)
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: base frequency, scaling type and that type's own numbers."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    scaling: tuple[tuple[str, float], ...] = ()
-
-    @classmethod
-    def read(cls, keys: Keys) -> RopeConfig:
-        """From `rope_parameters` (Transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-        found = keys.get("rope_parameters", dict, None) or keys.get("rope_scaling", dict, None) or {}
-        values = Keys(found, f"{keys.where}: rope_parameters")
-        kind = values.get("rope_type", str, None) or values.get("type", str, "default")
-        if kind not in ROPE_TYPES:
-            expected = ", ".join(ROPE_TYPES)
-            raise CheckpointError(f"{keys.where}: rope type '{kind}' is not supported, expected one of {expected}")
-        theta = values.get("rope_theta", (int, float), None) or keys.get("rope_theta", (int, float), 10000.0)
-        numbers = {k: float(v) for k, v in found.items() if isinstance(v, int | float) and k != "rope_theta"}
-        partial = numbers.get("partial_rotary_factor", keys.get("partial_rotary_factor", (int, float), 1.0))
-        if partial != 1.0:
-            raise CheckpointError(f"{keys.where}: partial_rotary_factor is {partial}, expected 1.0")
-        if kind in ("linear", "llama3", "yarn") and "factor" not in numbers:
-            raise CheckpointError(f"{keys.where}: rope type '{kind}' needs the key 'factor'")
-        return cls(float(theta), kind, tuple(sorted(numbers.items())))
+DEFAULT_WINDOW = 4096
 
 
 @dataclass(frozen=True)
@@ -133,6 +60,11 @@ def read_decoder_config(keys: Keys, family: str) -> DecoderConfig:
         raise CheckpointError(f"{keys.where}: hidden_act is '{activation}', expected 'silu'")
     bias = keys.get("attention_bias", bool, False)
     windowed = keys.get("use_sliding_window", bool, family == "mistral")
+    # Transformers' own default where a windowed model does not say how wide; null means no window.
+    window = keys.get("sliding_window", int, None) if "sliding_window" in keys.values else DEFAULT_WINDOW
+    head_dim = keys.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{keys.where}: head_dim is {head_dim}, expected an even number")
     return DecoderConfig(
         family=family,
         vocab_size=keys.positive("vocab_size"),
@@ -141,16 +73,16 @@ def read_decoder_config(keys: Keys, family: str) -> DecoderConfig:
         num_layers=keys.positive("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=keys.positive("head_dim", hidden_size // num_heads),
-        norm_eps=float(keys.get("rms_norm_eps", float, 1e-6)),
-        rope=RopeConfig.read(keys),
+        head_dim=head_dim,
+        norm_eps=float(keys.get("rms_norm_eps", (float, int), 1e-6)),
+        rope=read_rope(keys),
         max_position_embeddings=keys.positive("max_position_embeddings", 2048),
         qkv_bias=bias or family == "qwen2",
         o_bias=bias and family != "qwen2",
         mlp_bias=keys.get("mlp_bias", bool, False),
         qk_norm=family == "qwen3",
         tie_word_embeddings=keys.get("tie_word_embeddings", bool, False),
-        sliding_window=keys.get("sliding_window", int, None) if windowed else None,
+        sliding_window=window if windowed else None,
         eos_token_ids=_token_ids(keys, "eos_token_id"),
     )
 
@@ -179,7 +111,7 @@ def read_target_config(folder: Path) -> DecoderConfig:
     if family is None:
         expected = ", ".join(TARGET_ARCHITECTURES)
         raise CheckpointError(f"{keys.where}: architectures is {names}, expected one of {expected}")
-    if "quantization_config" in keys.values:
+    if keys.get("quantization_config", dict, None):
         raise CheckpointError(f"{keys.where}: key 'quantization_config' is set; expected unquantised weights")
     config = read_decoder_config(keys, family)
     generation = folder / "generation_config.json"
@@ -254,16 +186,23 @@ def read_draft_config(folder: Path) -> DraftConfig:
 
 def _check_draft(config: DraftConfig, keys: Keys) -> None:
     kinds = keys.get("layer_types", list, [])
-    if any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(f"{keys.where}: layer_types is {kinds}, expected only 'full_attention'")
+    if any(kind != "full_attention" for kind in kinds) or len(kinds) not in (0, config.decoder.num_layers):
+        expected = f"{config.decoder.num_layers} times 'full_attention'"
+        raise CheckpointError(f"{keys.where}: layer_types is {kinds}, expected {expected}")
     if not 0 <= config.mask_token_id < config.decoder.vocab_size:
         raise CheckpointError(
             f"{keys.where}: mask_token_id is {config.mask_token_id}, expected an id of the target's vocabulary, "
             f"0 to {config.decoder.vocab_size - 1}"
         )
+    if config.decoder.tie_word_embeddings:
+        raise CheckpointError(f"{keys.where}: tie_word_embeddings is true, expected false (a draft has its own head)")
     ids, last = config.target_layer_ids, config.num_target_layers - 1
-    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < last for i in ids):
+    if (
+        not ids
+        or len(set(ids)) < len(ids)
+        or not all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < last for i in ids)
+    ):
         raise CheckpointError(
-            f"{keys.where}: target_layer_ids is {list(ids)}, expected layer outputs from -1 to {last - 1} "
+            f"{keys.where}: target_layer_ids is {list(ids)}, expected different layer outputs from -1 to {last - 1} "
             f"(the output of the last of {config.num_target_layers} layers cannot be tapped)"
         )

@@ -12,8 +12,9 @@ class RequestError(ValueError):
 
     Attributes:
         field: the request field at fault, or None when no single field is.
+        code: a word for programs where OpenAI's API has one, such as context_length_exceeded.
     """
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field, self.code = field, code

@@ -55,7 +55,7 @@ class Round:
         self.coupled = self._where([not s.params.greedy and s.params.seed is not None for s in sources])
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
-        self.penalised = [i for i, s in enumerate(sources) if s.params.penalised]
+        self.penalties = {i: Penalties(s, device) for i, s in enumerate(sources) if s.params.penalised}
         self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
         self.noise: list[Tensor] = []  # per slot [len(coupled), V]
 
@@ -154,36 +154,54 @@ class Round:
         return self.noise[slot]
 
     def _penalise_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
-        if not self.penalised:
+        if not self.penalties:
             return logits
         logits = logits.clone()
-        for i in self.penalised:
-            logits[i] = penalise(logits[i], self.sources[i], draft_ids[i])
+        for i, penalty in self.penalties.items():
+            logits[i] = penalty.apply(logits[i : i + 1], draft_ids[i], first=draft_ids.shape[1])[0]
         return logits
 
     def _penalise_target(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Tensor:
         """Each row sees the tokens before it, earlier slots of its own block included."""
-        if not self.penalised:
+        if not self.penalties:
             return logits
         logits = logits.clone()
-        for i in self.penalised:
+        for i, penalty in self.penalties.items():
             start = sum(verify_lens[:i]) + i
-            for slot in range(verify_lens[i] + 1):
-                logits[start + slot] = penalise(logits[start + slot], self.sources[i], draft_ids[i, :slot])
+            rows = slice(start, start + verify_lens[i] + 1)
+            logits[rows] = penalty.apply(logits[rows], draft_ids[i, : verify_lens[i]])
         return logits
 
 
-def penalise(logits: Tensor, source: RowSource, block_ids: Tensor) -> Tensor:
-    """Logits [V] after presence, frequency and repetition penalties, given the tokens before this row.
+class Penalties:
+    """Presence, frequency and repetition penalties of one request in one round.
 
     Args:
-        block_ids: [j] draft tokens of the block that come before this row.
+        source: its parameters and tokens so far.
+        device: of the logits.
     """
-    params, vocab = source.params, logits.shape[-1]
-    output = torch.cat((torch.tensor(list(source.output_ids), dtype=torch.int64, device=logits.device), block_ids))
-    counts = torch.bincount(output, minlength=vocab)[:vocab]
-    prompt = torch.tensor(list(source.prompt_ids), dtype=torch.int64, device=logits.device)
-    seen = (counts > 0) | (torch.bincount(prompt, minlength=vocab)[:vocab] > 0)
-    repeated = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-    logits = torch.where(seen, repeated, logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+    def __init__(self, source: RowSource, device: torch.device) -> None:
+        self.params = source.params
+        self.prompt = torch.tensor(list(source.prompt_ids), dtype=torch.int64, device=device)
+        self.output = torch.tensor(list(source.output_ids), dtype=torch.int64, device=device)
+        self._counts: tuple[Tensor, Tensor] | None = None
+
+    def apply(self, logits: Tensor, block_ids: Tensor, *, first: int = 0) -> Tensor:
+        """Penalised logits [n, V] of rows first, first + 1, ... of a block.
+
+        Args:
+            block_ids: tokens of the block; row j sees the first j of them, besides prompt and output.
+        """
+        vocab = logits.shape[-1]
+        if self._counts is None:
+            in_prompt = torch.bincount(self.prompt, minlength=vocab)[:vocab] > 0
+            self._counts = in_prompt, torch.bincount(self.output, minlength=vocab)[:vocab]
+        in_prompt, base = self._counts
+        counts = base.repeat(len(logits), 1)
+        for place, token in enumerate(block_ids.tolist()):
+            counts[max(place + 1 - first, 0) :, token] += 1
+        params, generated = self.params, counts > 0
+        repeated = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where(generated | in_prompt, repeated, logits)
+        return logits - params.frequency_penalty * counts - params.presence_penalty * generated

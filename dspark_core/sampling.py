@@ -14,7 +14,8 @@ from dspark_core.errors import RequestError
 # Below this, dividing by the temperature only loses digits: it is greedy decoding.
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
-RANKED_FIRST = 1024
+RANKED_SIZES = (1024, 8192)
+MAX_TOP_K = 2**31  # more than any vocabulary; larger integers fit no tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens that reaches this mass.
         min_p: keep tokens at least this times as likely as the most likely one.
         presence_penalty, frequency_penalty: taken off the logits of tokens generated before, once and per occurrence.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output; from
+            0.01 to 100, so that logits stay finite.
         seed: selects the coupled rule; the text then depends on the seed alone.
 
     Raises:
@@ -54,7 +56,8 @@ class SamplingParams:
         _expect("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _expect("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "from -2 to 2")
         _expect("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2")
-        _expect("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
+        repetition = 0.01 <= self.repetition_penalty <= 100
+        _expect("repetition_penalty", self.repetition_penalty, repetition, "from 0.01 to 100")
         _expect("seed", self.seed, self.seed is None or 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
 
     @property
@@ -89,7 +92,7 @@ class Filters:
 
         return cls(
             torch.tensor([p.temperature for p in params], device=device),
-            column([max(p.top_k, 0) for p in params], 0, torch.int64),
+            column([min(max(p.top_k, 0), MAX_TOP_K) for p in params], 0, torch.int64),
             column([p.top_p for p in params], 1.0),
             column([p.min_p for p in params], 0.0),
         )
@@ -130,26 +133,41 @@ def _ranked_threshold(probs: Tensor, filters: Filters) -> Tensor | None:
     if filters.top_k is None and filters.top_p is None:
         return None
     vocab = probs.shape[-1]
-    first = vocab if filters.top_k is not None and bool((filters.top_k > RANKED_FIRST).any()) else RANKED_FIRST
-    for size in (min(first, vocab), vocab):
-        # The most likely tokens nearly always suffice; sorting the whole vocabulary is 30 times slower.
-        ranked = probs.topk(size, dim=-1).values
-        last = torch.full_like(ranked[:, 0], vocab - 1, dtype=torch.int64)
-        total = torch.ones_like(ranked[:, :1])
-        cumulative = ranked.cumsum(-1)
-        if filters.top_k is not None:
-            last = torch.where(filters.top_k > 0, filters.top_k.clamp_max(vocab) - 1, last)
-            within = last.clamp_max(size - 1).unsqueeze(-1)
-            total = torch.where(filters.top_k.unsqueeze(-1) > 0, cumulative.gather(-1, within), total)
-        if filters.top_p is not None:
-            before = cumulative - ranked
-            mass = (before < filters.top_p.unsqueeze(-1) * total).sum(-1).clamp_min(1) - 1
-            last = torch.where(filters.top_p < 1, torch.minimum(last, mass), last)
-        unfiltered = last == vocab - 1
-        if bool(((last < size - 1) | unfiltered).all()) or size == vocab:
+    threshold = torch.zeros_like(probs[:, :1])
+    rows = torch.arange(len(probs), device=probs.device)
+    # The few most likely tokens often settle it; ranking the whole vocabulary is many times slower.
+    for size in (*(s for s in RANKED_SIZES if s < vocab), vocab):
+        found, settled = _threshold_among(probs[rows].topk(size, dim=-1).values, filters.rows(rows), vocab)
+        threshold[rows] = found
+        rows = rows[~settled]
+        if not len(rows):
             break
+    return threshold
+
+
+def _threshold_among(ranked: Tensor, filters: Filters, vocab: int) -> tuple[Tensor, Tensor]:
+    """Thresholds [N, 1] from the most likely tokens alone, and whether they settle each row [N].
+
+    Args:
+        ranked: [N, n] probabilities of the n most likely tokens, descending.
+    """
+    size = ranked.shape[-1]
+    last = torch.full_like(ranked[:, 0], vocab - 1, dtype=torch.int64)  # rank of the last token kept
+    total = torch.ones_like(ranked[:, :1])
+    cumulative = ranked.cumsum(-1)
+    settled = torch.ones_like(last, dtype=torch.bool)
+    if filters.top_k is not None:
+        limited = (filters.top_k > 0) & (filters.top_k < vocab)
+        last = torch.where(limited, filters.top_k - 1, last)
+        total = torch.where(limited.unsqueeze(-1), cumulative.gather(-1, last.clamp_max(size - 1).unsqueeze(-1)), total)
+        settled &= ~limited | (last < size)
+    if filters.top_p is not None:
+        below = (cumulative - ranked < filters.top_p.unsqueeze(-1) * total).sum(-1)
+        limited = filters.top_p < 1
+        settled &= ~limited | (below < size) | (size == vocab)
+        last = torch.where(limited, torch.minimum(last, below.clamp_min(1) - 1), last)
     threshold = ranked.gather(-1, last.clamp_max(size - 1).unsqueeze(-1))
-    return threshold.masked_fill(unfiltered.unsqueeze(-1), 0.0)
+    return threshold.masked_fill((last == vocab - 1).unsqueeze(-1), 0.0), settled
 
 
 def argmax(values: Tensor) -> Tensor:
@@ -174,4 +192,4 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1:]
     point = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)

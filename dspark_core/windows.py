@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_core.draft.backbone import DraftModel
-from dspark_core.models.layers import DecoderLayer, Rotary
+from dspark_core.models.layers import DecoderLayer
+from dspark_core.models.rope import Rotary
 
 
 @dataclass(frozen=True)

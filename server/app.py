@@ -106,7 +106,7 @@ def json_response(content: Mapping[str, Any], status: int = 200, headers: Header
 
 async def _bad_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return json_response(error_body(str(error), 400, param=error.field), 400)
+    return json_response(error_body(str(error), 400, error.code, error.field), 400)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from server.request import Delta, Request, RequestParams
 
 logger = logging.getLogger(__name__)
 
-# After so many steps in a row that raised, the fault is the engine's, not one batch's.
+# After so many steps in a row that raised, the engine is asked whether it can run at all.
 MAX_FAILED_STEPS = 3
 INTERNAL_ERROR = "internal error: the step that served this request failed"
 
@@ -148,11 +148,15 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             failed_steps = 0
-            while not self._stopping and failed_steps < MAX_FAILED_STEPS:
+            while not self._stopping:
                 self._wait_for_work()
                 while self._commands:
                     self._commands.popleft()()
-                failed_steps = 0 if self._step() else failed_steps + 1
+                if self.engine.has_work:
+                    failed_steps = 0 if self._step() else failed_steps + 1
+                if failed_steps == MAX_FAILED_STEPS:
+                    self.engine.self_test()  # raises, and the engine is dead, or the requests were to blame
+                    failed_steps = 0
         except Exception:
             logger.exception("the engine thread died")
         finally:
@@ -172,7 +176,10 @@ class AsyncEngine:
             healthy = True
         except Exception:
             logger.exception("a step failed")
-            outcomes = self.engine.fail_running(INTERNAL_ERROR)
+            self.engine.fail_running(INTERNAL_ERROR)
+            # Requests that ended in this very step count too: what it had to tell them is lost.
+            ended = [s.request for s in self._streams.values() if s.request.finished]
+            outcomes = [(request, request.fail(INTERNAL_ERROR)) for request in ended]
             healthy = False
         for request, delta in outcomes:
             self._tell(request, delta)

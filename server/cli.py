@@ -154,3 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"{PROGRAM}: error: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 _LONGEST_QUOTE = 80
+PAGE_SIZES = (16, 32, 64, 128)
 
 
 def _setting(default: Any, group: str, description: str, **limits: Any) -> Any:
@@ -42,7 +43,7 @@ class ServerConfig(BaseModel):
         None, "engine", "tokens drafted per round (K); unset: as many as the draft was trained for", ge=1
     )
     kv_memory_fraction: float = _setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
-    page_size: int = _setting(64, "engine", "token positions in a page of KV", ge=16, multiple_of=16)
+    page_size: int = _setting(64, "engine", "token positions in a page of KV")
     seed: int | None = _setting(
         None, "engine", "seed for requests that bring none; unset: fresh every time", ge=0, le=2**63 - 1
     )
@@ -52,6 +53,13 @@ class ServerConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "http", "least severe message that is logged"
     )
+
+    @field_validator("page_size")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value not in PAGE_SIZES:
+            raise ValueError(f"found {value}, expected one of {', '.join(map(str, PAGE_SIZES))}")
+        return value
 
 
 def explain(error: ValidationError, known: Iterable[str]) -> tuple[str, str]:

@@ -12,16 +12,19 @@ from torch import Tensor
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.errors import RequestError
-from dspark_core.models.decoder import TargetModel
+from dspark_core.models.attention import Segment
+from dspark_core.models.decoder import FlatBatch, TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
-from dspark_core.sampler import Round, RowSource
+from dspark_core.sampler import Round
 from server.kv import KVMemory
 from server.layout import Layout, lay_out
-from server.request import Delta, Request, RequestParams, TokenLogprob
+from server.logprobs import token_logprobs
+from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
 
 Outcome = tuple[Request, Delta]
+TOO_LONG = "context_length_exceeded"
 
 
 @dataclass
@@ -116,15 +119,17 @@ class Engine:
                 raise RequestError(f"{field_name}: {bad[0]} is outside the vocabulary, {expected}", field_name)
         if size >= limit:
             raise RequestError(
-                f"the prompt has {size} tokens, expected at most {limit - 1}: the context holds {limit} tokens, prompt "
-                "and completion together",
+                f"the prompt has {size} tokens, expected at most {limit - 1}: the context holds {limit} tokens, "
+                "prompt and completion together",
                 "prompt",
+                TOO_LONG,
             )
         if params.max_tokens is not None and size + params.max_tokens > limit:
             raise RequestError(
                 f"max_tokens is {params.max_tokens} with a prompt of {size} tokens, {size + params.max_tokens} in all; "
                 f"the context holds {limit}",
                 "max_tokens",
+                TOO_LONG,
             )
 
     def add(self, request: Request) -> None:
@@ -141,12 +146,19 @@ class Engine:
         """End every running request with an error, after a step that raised."""
         return [(request, self._fail(request, message)) for request in list(self.scheduler.running)]
 
+    def self_test(self) -> None:
+        """Raise if the target cannot run at all. Uses page 0: only while no request is running."""
+        assert not self.scheduler.running, "a self-test would overwrite the memory of running requests"
+        place = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+        self.target(FlatBatch(place, place, place, [Segment(0, 1, 0, [0])]), self.pool)
+
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Run every scheduled request once: schedule, draft, verify, deliver, commit."""
         work = sorted(self.scheduler.schedule(), key=lambda item: (item.num_slots == 0, not item.decides))
         if not work:
             return []
+        self._clear(self.memory.take_fresh())
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round, plain_round = self._round(drafting), self._round(plain)
@@ -168,18 +180,7 @@ class Engine:
         return outcomes
 
     def _round(self, items: Sequence[Work]) -> Round:
-        sources = [
-            RowSource(
-                params=item.request.params.sampling,
-                key=item.request.key,
-                round=item.request.rounds,
-                position=len(item.request.tokens),
-                prompt_ids=item.request.prompt_ids,
-                output_ids=item.request.output_ids,
-            )
-            for item in items
-        ]
-        return Round(sources, self.target.device)
+        return Round([item.request.source() for item in items], self.target.device)
 
     def _draft(self, items: Sequence[Work], draft_round: Round) -> tuple[Tensor, list[int]]:
         """Proposals [R, K] and how many of each request's are sent to the target: all of them, until calibration."""
@@ -243,27 +244,12 @@ class Engine:
         return self.drafter is not None and request.params.speculative
 
     def _fail(self, request: Request, message: str) -> Delta:
-        """End a request whose memory may hold NaN: its pages are zeroed before somebody else gets them."""
-        if request.table.pages:
-            self.pool.clear(request.table.pages)
-            if self.drafter is not None:
-                self.drafter.pool.clear(request.table.pages)
         self.scheduler.remove(request)
         return request.fail(message)
 
-
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int | None) -> list[TokenLogprob] | None:
-    """Log-probabilities of emitted tokens under the target, before temperature and filters.
-
-    Args:
-        logits: [n, V], rows of the tokens in order; further rows are ignored.
-        top: how many alternatives to list, or None for no log-probabilities at all.
-    """
-    if top is None:
-        return None
-    scores = torch.log_softmax(logits[: len(tokens)].float(), -1)
-    best = scores.topk(top, dim=-1)
-    return [
-        TokenLogprob(token, row[token].item(), tuple(zip(ids, values, strict=True)))
-        for token, row, ids, values in zip(tokens, scores, best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    def _clear(self, pages: list[int]) -> None:
+        """Zero pages that change hands: masked positions must not hold NaN, since 0 * NaN is NaN."""
+        if pages:
+            self.pool.clear(pages)
+            if self.drafter is not None:
+                self.drafter.pool.clear(pages)

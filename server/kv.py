@@ -30,6 +30,7 @@ class KVMemory:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self._free = set(range(num_pages))
+        self._fresh: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -53,8 +54,14 @@ class KVMemory:
             following = table.pages[-1] + 1 if table.pages else -1
             page = following if following in self._free else min(self._free)
             self._free.remove(page)
+            self._fresh.append(page)
             table.pages.append(page)
         return True
+
+    def take_fresh(self) -> list[int]:
+        """Pages handed out since the last call. They may hold NaN of their last owner: zero them before use."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def commit(self, table: PageTable, num_tokens: int, *, draft_context: bool) -> None:
         """Declare the next `num_tokens` positions valid, for the draft's context too if it was written."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dspark_core.sampler import RowSource
 from dspark_core.sampling import SamplingParams
 from server.kv import PageTable
 
@@ -85,9 +86,9 @@ class Delta:
         return self.finish_reason is not None or self.error is not None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sequence being generated.
+    """One sequence being generated; told apart by identity, since two clients may ask for the same.
 
     `0 <= table.kv_len <= len(tokens) - 1`, with equality while decoding; tokens from `kv_len` on are still to be run
     through the target.
@@ -163,6 +164,18 @@ class Request:
             text += self._stops.rest()
         return text
 
+    def source(self) -> RowSource:
+        """What sampling needs to know for the next round; the tokens so far only where penalties look at them."""
+        sampling = self.params.sampling
+        return RowSource(
+            params=sampling,
+            key=self.key,
+            round=self.rounds,
+            position=len(self.tokens),
+            prompt_ids=self.prompt_ids if sampling.penalised else (),
+            output_ids=self.output_ids if sampling.penalised else (),
+        )
+
     def abort(self) -> Delta:
         """End at the client's wish."""
         self.finish_reason = "abort"
@@ -170,7 +183,7 @@ class Request:
 
     def fail(self, message: str) -> Delta:
         """End with an internal error, which the client is told."""
-        self.error = message
+        self.error, self.finish_reason = message, None
         return self._make_delta()
 
     def take_delta(self) -> Delta | None:
@@ -204,10 +217,11 @@ class StopStrings:
         if not self.stops:
             return text
         self.held += text
-        places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
-        if places:
+        matches = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if matches:
+            # The one complete first, whatever pieces the text came in.
             self.found = True
-            final, self.held = self.held[: min(places)], ""
+            final, self.held = self.held[: min(matches)[1]], ""
             return final
         keep = max(self._overlap(stop) for stop in self.stops)
         final, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]

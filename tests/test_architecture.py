@@ -75,9 +75,7 @@ def long_files(root: Path) -> list[str]:
     """Python files of MAX_LINES lines or more."""
     files = [path for package in (*LAYERS, *OUTER) for path in modules_of(root, package).values()]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    return [
-        f"{path.relative_to(root)}: {lines} lines" for path, lines in lengths.items() if lines >= MAX_LINES
-    ]
+    return [f"{path.relative_to(root)}: {lines} lines" for path, lines in lengths.items() if lines >= MAX_LINES]
 
 
 def test_the_walk_sees_the_packages() -> None:
@@ -119,13 +117,9 @@ def test_a_wrong_arrow_is_found(tmp_path: Path, file: str, text: str) -> None:
     assert len(wrong_arrows(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(
-    "back", ["from server import b", "from . import b", "from .b import f", "import server.b"]
-)
+@pytest.mark.parametrize("back", ["from server import b", "from . import b", "from .b import f", "import server.b"])
 def test_a_cycle_is_found(tmp_path: Path, back: str) -> None:
-    write_tree(
-        tmp_path, {"server/__init__.py": "", "server/a.py": back, "server/b.py": "from server.a import g"}
-    )
+    write_tree(tmp_path, {"server/__init__.py": "", "server/a.py": back, "server/b.py": "from server.a import g"})
     assert set(import_cycle(tmp_path)) == {"server.a", "server.b"}
 
 

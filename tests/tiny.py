@@ -34,7 +34,7 @@ def tiny_target_folder(
     family: str = "qwen3",
     *,
     name: str = "target",
-    seed: int = 0,
+    seed: int = 2,
     tokenizer_size: int | None = None,
     **overrides: Any,
 ) -> Path:

@@ -13,8 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dspark_core.config import Keys
 from dspark_core.errors import CheckpointError, RequestError
+from dspark_core.keys import Keys
 
 Message = dict[str, Any]
 

@@ -76,11 +76,11 @@ class ControlTokens:
             hidden: private-use character -> control token, from `hide`.
         """
         if not hidden:
-            return list(self._backend.encode(rendered, add_special_tokens=False).ids)
+            return list(self._backend.encode_batch([rendered], add_special_tokens=False)[0].ids)
         text = self._pattern.sub(lambda match: self._secret_names[match[0]], rendered)
         for character, token in hidden.items():
             text = text.replace(character, token)
-        return list(self._renamed.encode(text, add_special_tokens=False).ids)
+        return list(self._renamed.encode_batch([text], add_special_tokens=False)[0].ids)
 
     @cached_property
     def _renamed(self) -> tokenizers.Tokenizer:

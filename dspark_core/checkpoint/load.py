@@ -27,7 +27,10 @@ def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: tor
         CheckpointError: unsupported configuration, or weights that do not fit it.
     """
     config = read_target_config(folder)
-    weights = {name.removeprefix("model."): tensor for name, tensor in read_weights(folder).items()}
+    stored = read_weights(folder)
+    weights = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    if len(weights) < len(stored):
+        raise CheckpointError(f"{folder}: some tensors are there with and without the leading 'model.', expected one")
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
     _tie_head(config, weights, folder)
     with torch.device("meta"):

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dspark_core.config import Keys
 from dspark_core.errors import CheckpointError
+from dspark_core.keys import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         logger.warning("%s: ignoring %s, not part of the checkpoint", folder, _names(strays))
     weights: dict[str, Tensor] = {}
     for path in files:
-        weights.update(_read_file(path))
+        tensors = _read_file(path)
+        if doubled := sorted(tensors.keys() & weights.keys()):
+            raise CheckpointError(f"{path}: {_names(doubled)} also in another file of the checkpoint")
+        weights.update(tensors)
     if index.exists():
         named = set(Keys.of_file(index).get("weight_map", dict))
         if absent := sorted(named - weights.keys()):
@@ -55,13 +58,17 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        head = file.read(64)
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if head.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; fetch the real file with git lfs")
     try:
-        with safe_open(path, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size
         raise CheckpointError(

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
 from dspark_core.draft.heads import ConfidenceHead, build_markov_head
-from dspark_core.models.attention import Segment, plan_attention
-from dspark_core.models.decoder import PagedAttend
+from dspark_core.models.attention import PagedAttend, Segment, plan_attention
 from dspark_core.models.kv_cache import KVPool
-from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
+from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm
 from dspark_core.models.packed import pack_linear
+from dspark_core.models.rope import Rotary
 
 
 class DraftModel(nn.Module):

@@ -26,6 +26,7 @@ from dspark_core.models.kv_cache import KVPool
 MAX_TILE = 16  # query tokens of one call entry
 KEY_BLOCK = 512
 UNSTABLE_TAIL = (192, 384)
+COPIED_KEYS = 256  # up to here requests share a call, which copies their keys
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,10 @@ def plan_attention(segments: Sequence[Segment], *, pool: KVPool, num_heads: int,
     """
     batches: dict[tuple[int, int], list[Segment]] = {}
     for number, segment in enumerate(segments):
-        # More rows than a tile holds become several entries over one set of keys: a call of its own. The others share
-        # a call with requests of like length, so that padding at most doubles the work.
-        own = number if segment.count > MAX_TILE else -1
+        # The others share a call with requests of like length, so that padding at most doubles the work.
+        own = number if _alone(segment, pool) else -1
         batches.setdefault((segment.last_limit.bit_length(), own), []).append(segment)
-    builder = _PlanBuilder(segments, pool, num_heads, dtype)
+    builder = _PlanBuilder(pool, num_heads, dtype)
     calls, order = [], []
     for batch in batches.values():
         call, rows = builder.call(batch)
@@ -119,11 +119,28 @@ def plan_attention(segments: Sequence[Segment], *, pool: KVPool, num_heads: int,
     return builder.finish(calls, order)
 
 
+def _alone(segment: Segment, pool: KVPool) -> bool:
+    """Whether a segment gets a call of its own.
+
+    More rows than a tile holds become several entries over one set of keys. And on a CPU many keys in consecutive
+    pages are read where they lie: a call costs less than copying them.
+    """
+    if segment.count > MAX_TILE:
+        return True
+    num_keys = padded_keys(segment.last_limit + 1, pool.page_size)
+    in_place = _consecutive(segment.pages, num_keys // pool.page_size)
+    return pool.keys.device.type == "cpu" and num_keys > COPIED_KEYS and in_place
+
+
+def _consecutive(pages: Sequence[int], num_pages: int) -> bool:
+    """Whether the first `num_pages` pages of a table exist and follow one another."""
+    return len(pages) >= num_pages and all(pages[i] == pages[0] + i for i in range(num_pages))
+
+
 class _PlanBuilder:
-    def __init__(self, segments: Sequence[Segment], pool: KVPool, num_heads: int, dtype: torch.dtype) -> None:
-        self.page_size, self.num_pages, self.device = pool.page_size, pool.num_pages, pool.keys.device
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype) -> None:
+        self.page_size, self.device = pool.page_size, pool.keys.device
         self.group, self.dtype = num_heads // pool.keys.shape[2], dtype
-        self.used = {page for segment in segments for page in segment.pages}
 
     def call(self, parts: list[Segment]) -> tuple[_Call, list[int]]:
         """The call for some segments, and the flat row in each of its places (-1: padding)."""
@@ -148,21 +165,12 @@ class _PlanBuilder:
         return mask.unsqueeze(1).to(self.device)
 
     def _pages(self, parts: list[Segment], num_pages: int) -> slice | Tensor:
-        if len(parts) == 1 and (run := self._run(list(parts[0].pages), num_pages)):
-            return run
+        if len(parts) == 1 and _consecutive(parts[0].pages, num_pages):
+            return slice(parts[0].pages[0], parts[0].pages[0] + num_pages)
         # Padding reads the request's own first page, so that nobody's NaN reaches a neighbour (0 * NaN is NaN).
         table = [[*part.pages[:num_pages]] for part in parts]
         table = [pages + pages[:1] * (num_pages - len(pages)) for pages in table]
         return torch.tensor(table, device=self.device)
-
-    def _run(self, pages: list[int], num_pages: int) -> slice | None:
-        """Consecutive pages to read without a copy: own ones, then such as nobody in this batch uses."""
-        first, own = pages[0], pages[:num_pages]
-        stop = first + num_pages
-        spare = range(first + len(own), stop)
-        if own != list(range(first, first + len(own))) or stop > self.num_pages or not self.used.isdisjoint(spare):
-            return None
-        return slice(first, stop)
 
     def finish(self, calls: list[_Call], order: list[int]) -> AttentionPlan:
         """The plan, with the way back from places to rows unless they are the same."""
@@ -174,3 +182,14 @@ class _PlanBuilder:
             if row >= 0:
                 inverse[row] = place
         return AttentionPlan(calls, torch.tensor(inverse, device=self.device))
+
+
+class PagedAttend:
+    """Writes a layer's keys and values into the pool, then attends by the plan."""
+
+    def __init__(self, plan: AttentionPlan, pool: KVPool, slots: Tensor) -> None:
+        self.plan, self.pool, self.slots = plan, pool, slots
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.pool.write(layer, self.slots, keys, values)
+        return self.plan.attend(queries, self.pool, layer)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.models.attention import AttentionPlan, Segment, plan_attention
+from dspark_core.models.attention import PagedAttend, Segment, plan_attention
 from dspark_core.models.kv_cache import KVPool
-from dspark_core.models.layers import DecoderLayer, RMSNorm, Rotary
+from dspark_core.models.layers import DecoderLayer, RMSNorm
 from dspark_core.models.packed import pack_linear
+from dspark_core.models.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,3 @@ class TargetModel(nn.Module):
         features = torch.cat([tapped[i] for i in tap], -1) if tap else None
         rows = x if logit_rows is None else x[logit_rows]
         return TargetOutput(self.lm_head(self.norm(rows)).float(), features)
-
-
-class PagedAttend:
-    """Writes a layer's keys and values into the pool, then attends by the plan."""
-
-    def __init__(self, plan: AttentionPlan, pool: KVPool, slots: Tensor) -> None:
-        self.plan, self.pool, self.slots = plan, pool, slots
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.pool.write(layer, self.slots, keys, values)
-        return self.plan.attend(queries, self.pool, layer)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNMENT = 64  # bytes
 PAGE_SIZES = (16, 32, 64, 128)  # whole pages can make the key counts that attention.padded_keys needs
 
 
@@ -31,8 +35,7 @@ class KVPool:
         self.page_size, self.num_pages = page_size, num_pages
         # Zeroed: padding reads of never-written slots are masked, but 0 * NaN would still be NaN.
         shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows `keys`, `values` [N, KV, head_dim] at `slots` [N]."""
@@ -60,6 +63,19 @@ class KVPool:
         index = torch.tensor(pages, device=self.keys.device)
         for pool in (self.keys, self.values):
             pool.view(pool.shape[0], self.num_pages, self.page_size, *pool.shape[2:])[:, index] = 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take physical memory only where they are written; `torch.zeros` on a CPU touches every byte.
+
+    Aligned as torch aligns its own tensors: a copy of a page must give a GEMM the same alignment as the page.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def bytes_per_page(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -5,15 +5,15 @@ Parameter names equal those in the checkpoints of the Llama and Qwen families. R
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark_core.config import DecoderConfig, RopeConfig
+from dspark_core.config import DecoderConfig
 from dspark_core.models.packed import pack_linear
+from dspark_core.models.rope import rotate
 
 
 class RMSNorm(nn.Module):
@@ -28,69 +28,6 @@ class RMSNorm(nn.Module):
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
-
-
-class Rotary:
-    """Cosine and sine tables of rotary position embedding, [positions, head_dim / 2] float32 each."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
-        frequencies, scale = rope_frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * scale).to(device)
-        self.sin = (angles.sin() * scale).to(device)
-
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for rows at `positions` [...], shaped [..., 1, head_dim / 2] to broadcast over heads."""
-        return self.cos[positions].unsqueeze(-2).to(dtype), self.sin[positions].unsqueeze(-2).to(dtype)
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate `x` [..., heads, head_dim] by its rows' angles (half-split layout)."""
-    cos, sin = rotary
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the factor on the tables, for each supported scaling type.
-
-    Sources: Llama 3.1's published scaling; YaRN, arXiv 2309.00071.
-    """
-    values = dict(rope.scaling)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return frequencies / values["factor"], 1.0
-    if rope.kind == "llama3":
-        return _llama3(frequencies, values), 1.0
-    if rope.kind == "yarn":
-        return _yarn(frequencies, values, rope.theta, head_dim)
-    return frequencies, 1.0
-
-
-def _llama3(frequencies: Tensor, values: dict[str, float]) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
-    low, high = values.get("low_freq_factor", 1.0), values.get("high_freq_factor", 4.0)
-    turns = values.get("original_max_position_embeddings", 8192.0) * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / values["factor"]
-
-
-def _yarn(frequencies: Tensor, values: dict[str, float], theta: float, head_dim: int) -> tuple[Tensor, float]:
-    original = values.get("original_max_position_embeddings", 4096.0)
-    factor = values["factor"]
-
-    def dimension(turns: float) -> float:
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(values.get("beta_fast", 32.0)), dimension(values.get("beta_slow", 1.0))
-    if values.get("truncate", 1.0):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    steps = torch.arange(head_dim // 2, dtype=torch.float32)
-    stretch = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    scale = values.get("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return stretch * frequencies / factor + (1 - stretch) * frequencies, scale
 
 
 class Attend(Protocol):
@@ -160,6 +97,15 @@ class Attention(nn.Module):
         self.q_proj = self.k_proj = self.v_proj = nn.Identity()
 
 
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), with the same bits wherever an element lies.
+
+    `F.silu` is split among threads at element counts, and the ends of the parts, which may fall inside a row, take
+    another exponential than the rest. `torch.exp` has one for all, and the other operations are exactly rounded.
+    """
+    return x / (1 + torch.exp(-x))
+
+
 class MLP(nn.Module):
     """Gated feed-forward layer: down(silu(gate(x)) * up(x))."""
 
@@ -176,7 +122,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up_packed(x).chunk(2, -1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(silu(gate) * up)  # type: ignore[no-any-return]
 
     def pack(self) -> None:
         """Replace the projections by packed ones for inference; the originals are dropped."""

@@ -141,9 +141,7 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
     ("method", "path", "status", "code"),
     [("GET", "/nothing", 404, "not_found"), ("GET", "/generate", 405, "method_not_allowed")],
 )
-async def test_wrong_paths_and_methods_are_told_what_there_is(
-    method: str, path: str, status: int, code: str
-) -> None:
+async def test_wrong_paths_and_methods_are_told_what_there_is(method: str, path: str, status: int, code: str) -> None:
     async with client_of(make_app(FakeEngine())) as client:
         response = await client.request(method, path)
     assert response.status_code == status

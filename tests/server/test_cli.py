@@ -44,9 +44,7 @@ def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
         "warning",
         *flags,
     ]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             printed = ""
@@ -214,9 +212,7 @@ def test_a_second_signal_does_not_wait_for_the_grace_to_end() -> None:
 
 def test_a_signal_while_loading_ends_it() -> None:
     command = [sys.executable, "-m", "tests.server.http_util", "--port", "0", "--ckpt", "slow"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "loading\n"

@@ -36,7 +36,7 @@ def test_settings_cannot_change_after_the_start() -> None:
         ("max_num_seqs", 0, "found 0, expected greater than or equal to 1"),
         ("max_num_batched_tokens", 0, "found 0, expected greater than or equal to 1"),
         ("draft_len", 0, "found 0, expected greater than or equal to 1"),
-        ("page_size", 24, "found 24, expected a multiple of 16"),
+        ("page_size", 24, "found 24, expected one of 16, 32, 64, 128"),
         ("seed", -1, "found -1, expected greater than or equal to 0"),
         ("seed", 2**63, f"found {2**63}, expected less than or equal to {2**63 - 1}"),
         ("kv_memory_fraction", 0, "found 0, expected greater than 0"),

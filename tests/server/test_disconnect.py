@@ -34,17 +34,13 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_hangs_up_frees_the_engine(
-    running: tuple[FakeEngine, str], streaming: bool, n: int
-) -> None:
+def test_a_client_that_hangs_up_frees_the_engine(running: tuple[FakeEngine, str], streaming: bool, n: int) -> None:
     engine, url = running
     body = json.dumps({"prompt": "hi", "stream": streaming, "n": n}).encode()
     address = httpx.URL(url)
     for _ in range(3):
         with closing(socket.create_connection((address.host, address.port))) as client:
-            client.sendall(
-                b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            )
+            client.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             eventually(lambda: len(engine.active) == n)
         eventually(lambda: not engine.active)
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "running": 0, "waiting": 0}

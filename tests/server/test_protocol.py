@@ -125,9 +125,7 @@ def test_numbers_json_does_not_have_are_refused(field: str, literal: str) -> Non
 
 
 def test_nan_in_an_integer_field_is_refused() -> None:
-    assert str(refusal(b'{"prompt": "hi", "max_tokens": NaN}')) == (
-        "max_tokens: found NaN, expected a valid integer"
-    )
+    assert str(refusal(b'{"prompt": "hi", "max_tokens": NaN}')) == ("max_tokens: found NaN, expected a valid integer")
 
 
 @pytest.mark.parametrize("value", ["1", "null", '{"a": []}'])

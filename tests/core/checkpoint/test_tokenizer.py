@@ -17,8 +17,7 @@ from tests.core.checkpoint import tiny_tokenizers as tiny
 
 EMOJI = ["\U0001fae0", "\u9f9c", "\U0001f600", "é"]
 PIECES = sorted(
-    {c.encode()[i:j] for c in EMOJI for i in range(3) for j in range(i + 2, len(c.encode()) + 1)}
-    | {"\ufffd".encode()}
+    {c.encode()[i:j] for c in EMOJI for i in range(3) for j in range(i + 2, len(c.encode()) + 1)} | {"\ufffd".encode()}
 )
 BYTE_LEVEL = Tokenizer(tiny.byte_level(PIECES))
 BYTE_FALLBACK = Tokenizer(tiny.byte_fallback())
@@ -216,6 +215,4 @@ def test_demo_tokenizer_agrees_with_transformers(demo: tuple[Tokenizer, Any], te
 def test_demo_tokenizer_facts(demo: tuple[Tokenizer, Any]) -> None:
     ours, _ = demo
     assert (ours.vocab_size, ours.eos_token_ids) == (49152, {2})
-    assert ours.encode("1234 a") == ours.encode("1") + ours.encode("2") + ours.encode("3") + ours.encode(
-        "4 a"
-    )
+    assert ours.encode("1234 a") == ours.encode("1") + ours.encode("2") + ours.encode("3") + ours.encode("4 a")

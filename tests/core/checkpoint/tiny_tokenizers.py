@@ -49,9 +49,7 @@ def byte_level_outside() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIALS)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "<|start|> $A", special_tokens=[("<|start|>", 257)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing("<|start|> $A", special_tokens=[("<|start|>", 257)])
     return tokenizer
 
 
@@ -68,9 +66,7 @@ def byte_fallback() -> Tokenizer:
     vocabulary += ["▁a", "▁ab"]
     ids = {token: i for i, token in enumerate(vocabulary)}
     merges = [("▁", "a"), ("▁a", "b")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=ids, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -102,10 +98,7 @@ def metaspace_first() -> Tokenizer:
 
 def words() -> Tokenizer:
     """One token a word and no decoder: texts are joined by spaces."""
-    ids = {
-        word: i
-        for i, word in enumerate(["<|start|>", "<|end|>", "red", "green", "blue", "user", "assistant"])
-    }
+    ids = {word: i for i, word in enumerate(["<|start|>", "<|end|>", "red", "green", "blue", "user", "assistant"])}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token="<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(SPECIALS)
