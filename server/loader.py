@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dspark_core.checkpoint.load import load_draft, load_target, shares_head
-from dspark_core.checkpoint.references import resolve_draft, resolve_target
+from dspark_core.checkpoint.references import DEMO, resolve_draft, resolve_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DecoderConfig, read_draft_config
 from dspark_core.draft.backbone import DraftModel
@@ -17,11 +17,11 @@ from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
+from dspark_core.models.packed import is_row_invariant
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
 
 logger = logging.getLogger(__name__)
-DEMO = "demo"
 
 
 def load_engine(config: ServerConfig) -> Engine:
@@ -149,6 +149,7 @@ def _info(
     kv_bytes: int,
 ) -> dict[str, str]:
     config, tokens = draft.config, parts.pool.num_pages * parts.pool.page_size
+    bitwise = is_row_invariant(target)
     confidence = "with a confidence head" if config.enable_confidence_head else "no confidence head"
     return {
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
@@ -161,4 +162,5 @@ def _info(
         "max_model_len": str(parts.max_model_len),
         "max_num_seqs": str(parts.max_num_seqs),
         "verification": "full block (no calibration yet)",
+        "exactness": "bitwise, whatever the batch" if bitwise else "up to near-ties of the two best tokens",
     }

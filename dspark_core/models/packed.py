@@ -94,3 +94,8 @@ def pack_linear(*linears: nn.Module, rows: int | None = None) -> nn.Module:
         except RuntimeError as error:
             logger.warning("linear layer stays unpacked: %s", error)
     return PlainLinear(weight, bias)
+
+
+def is_row_invariant(model: nn.Module) -> bool:
+    """Whether every prepared linear layer gives a row the same bits whatever rows lie beside it."""
+    return not any(isinstance(module, PlainLinear) for module in model.modules())

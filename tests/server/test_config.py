@@ -71,3 +71,11 @@ def test_quotes_are_short_whatever_the_value() -> None:
     assert quote(nested) == "a deeply nested value"
     while nested:  # one level at a time: freeing it at once would recurse as deeply
         nested = nested.pop()
+
+
+def test_the_page_sizes_are_those_of_the_kv_pool() -> None:
+    """Written twice, because the settings are read without waiting for torch."""
+    from dspark_core.models import kv_cache
+    from server import config
+
+    assert config.PAGE_SIZES == kv_cache.PAGE_SIZES

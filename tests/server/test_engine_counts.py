@@ -97,7 +97,7 @@ def test_acceptance_recovers_after_a_rejection() -> None:
 def test_acceptance_does_not_wear_out(sampling: SamplingParams) -> None:
     engine = make_engine(tiny_draft("vanilla", 3, agrees=True), num_tokens=256)
     prompt = make_prompt(180, seed=2)
-    results = [run_one(engine, prompt, RequestParams(sampling, max_tokens=60)) for _ in range(6)]
+    results = [run_one(engine, prompt, RequestParams(sampling, max_tokens=40)) for _ in range(5)]
     assert results[0].last.speculation.accepted > 0
     assert len({result.last.speculation for result in results}) == 1
     assert len({tuple(result.ids) for result in results}) == 1
