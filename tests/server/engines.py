@@ -28,7 +28,6 @@ from tests.tiny import tiny_draft_folder, tiny_target_folder
 MAX_MODEL_LEN = 256
 MAX_DRAFT_LEN = 7
 GREEDY = SamplingParams(temperature=0)
-Step = Callable[[Engine], None]
 
 
 class AnyDrafter(Protocol):
@@ -57,9 +56,8 @@ def tiny_target(vocab_size: int = 259) -> TinyTarget:
     with TemporaryDirectory() as folder:
         path = tiny_target_folder(Path(folder), vocab_size=vocab_size)
         model, tokenizer = load_target(path), Tokenizer.from_folder(path)
-    emit = min(tokenizer.vocab_size, vocab_size)
-    model.prepare(max_positions=MAX_MODEL_LEN, emit_vocab=emit)
-    return TinyTarget(model, tokenizer, emit)
+    model.prepare(max_positions=MAX_MODEL_LEN, emit_vocab=tokenizer.vocab_size)
+    return TinyTarget(model, tokenizer, min(tokenizer.vocab_size, vocab_size))
 
 
 @cache
@@ -156,7 +154,7 @@ def run(
     *,
     arrivals: Sequence[int] | None = None,
     aborts: Mapping[int, int] | None = None,
-    on_step: Step | None = None,
+    on_step: Callable[[Engine], None] | None = None,
 ) -> list[Result]:
     """Run requests until the engine is idle; memory must then be whole and free.
 
@@ -190,8 +188,7 @@ def run(
 
 
 def run_one(engine: Engine, prompt: Sequence[int], params: RequestParams) -> Result:
-    (result,) = run(engine, [(prompt, params)])
-    return result
+    return run(engine, [(prompt, params)])[0]
 
 
 def check_invariants(engine: Engine) -> None:
@@ -203,8 +200,8 @@ def check_invariants(engine: Engine) -> None:
         table = request.table
         assert not request.finished
         assert 0 <= table.kv_len <= len(request.tokens) - 1
-        pages_for = engine.memory.pages_for
-        assert pages_for(table.kv_len) <= len(table.pages) <= pages_for(len(request.tokens))
+        assert table.kv_len <= len(table.pages) * engine.memory.page_size
+        assert len(table.pages) <= engine.memory.pages_for(len(request.tokens))
         assert table.draft_context_len == (table.kv_len if engine.drafter and request.params.speculative else 0)
     assert all(r.table.pages == [] and r.table.kv_len == 0 for r in scheduler.waiting)
 
@@ -212,19 +209,18 @@ def check_invariants(engine: Engine) -> None:
 def check_idle(engine: Engine) -> None:
     engine.memory.check_integrity([])
     assert engine.memory.num_free == engine.memory.num_pages
-    assert not engine.scheduler.running
-    assert not engine.scheduler.waiting
+    assert not engine.has_work
 
 
 def check_deltas(result: Result) -> None:
     """Exactly one last delta, and its totals are those of what was delivered."""
     assert [delta.last for delta in result.deltas] == [False] * (len(result.deltas) - 1) + [True]
-    spent = result.last.speculation
     assert result.last.completion_tokens == len(result.ids) == result.request.num_generated
     assert result.ids == list(result.request.output_ids)
-    assert 0 <= spent.accepted <= spent.verified <= spent.drafted
+    spent = result.last.speculation
     assert spent.rounds <= spent.drafted
-    assert spent.accepted <= len(result.ids)
+    assert 0 <= spent.accepted <= min(spent.verified, len(result.ids))
+    assert spent.verified <= spent.drafted
 
 
 @torch.inference_mode()
@@ -233,9 +229,8 @@ def target_logits(tokens: Sequence[int], target: TinyTarget | None = None) -> Te
     model = (target or tiny_target()).model
     size = len(tokens)
     pool = make_pool(model.config, -(-size // 64), 64)
-    positions = torch.arange(size)
-    segment = Segment(0, size, 0, range(pool.num_pages))
-    batch = FlatBatch(torch.tensor(tokens), positions, positions, [segment])
+    places = torch.arange(size)
+    batch = FlatBatch(torch.tensor(tokens), places, places, [Segment(0, size, 0, range(pool.num_pages))])
     return cast(Tensor, model(batch, pool).logits)
 
 
