@@ -50,7 +50,6 @@ RULES: dict[str, dict[str, Any]] = {"ratio": {}, "coupled": {"seed": 1}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {},
     "temperature 0.6": {"temperature": 0.6},
-    "temperature 1.5": {"temperature": 1.5},
     "top-k": {"top_k": 2},
     "top-p": {"top_p": 0.7},
     "min-p": {"min_p": 0.3, "temperature": 1.3},
