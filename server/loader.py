@@ -51,8 +51,8 @@ def load_engine(config: ServerConfig) -> Engine:
     draft.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, lm_head=target.lm_head if shared_head else None)
     parts = EngineParts(
         target=target,
-        pool=_pool(target.config, num_pages, config.page_size, dtype, device),
-        drafter=Drafter(draft, _pool(draft.config.decoder, num_pages, config.page_size, dtype, device)),
+        pool=KVPool.of(target.config, num_pages, config.page_size, dtype, device),
+        drafter=Drafter(draft, KVPool.of(draft.config.decoder, num_pages, config.page_size, dtype, device)),
         tokenizer=tokenizer,
         eos_token_ids=tokenizer.eos_token_ids | target.config.eos_token_ids,
         vocab_size=emit_vocab,
@@ -99,18 +99,6 @@ def _page_bytes(config: DecoderConfig, page_size: int, dtype: torch.dtype) -> in
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-    )
-
-
-def _pool(config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
-    return KVPool(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
     )
 
 

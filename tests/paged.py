@@ -18,15 +18,7 @@ PAGE_SIZE = 16  # small, so that even short sequences cross pages
 def make_pool(model: TargetModel | DraftModel, num_pages: int, page_size: int = PAGE_SIZE) -> KVPool:
     """KV memory of a model."""
     config = model.config if isinstance(model, TargetModel) else model.config.decoder
-    return KVPool(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    return KVPool.of(config, num_pages, page_size, model.dtype, model.device)
 
 
 def slots_of(positions: Sequence[int], pages: Sequence[int], page_size: int = PAGE_SIZE) -> Tensor:

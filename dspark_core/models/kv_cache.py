@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark_core.config import DecoderConfig
+
 ALIGNMENT = 64  # bytes
 PAGE_SIZES = (16, 32, 64, 128)  # whole pages can make the key counts that attention.padded_keys needs
 
@@ -36,6 +38,21 @@ class KVPool:
         # Zeroed: padding reads of never-written slots are masked, but 0 * NaN would still be NaN.
         shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVPool:
+        """The pool that a decoder of this configuration needs."""
+        return cls(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows `keys`, `values` [N, KV, head_dim] at `slots` [N]."""

@@ -72,15 +72,7 @@ def tiny_draft(head: str, draft_len: int, agrees: bool = False) -> DraftModel:
 
 
 def make_pool(config: DecoderConfig, num_pages: int, page_size: int) -> KVPool:
-    return KVPool(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    return KVPool.of(config, num_pages, page_size, torch.float32, torch.device("cpu"))
 
 
 def make_engine(
