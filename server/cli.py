@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import difflib
 import errno
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType, NoneType
-from typing import Any, NoReturn, get_args
+from types import FrameType
+from typing import NoReturn
 
 import uvicorn
-from pydantic import ValidationError
 
 from dspark_core.errors import CheckpointError
-from server.config import ServerConfig, explain
+from dspark_core.settings import Parser, UsageError, build
+from server.config import ServerConfig
 
 PROGRAM = "dspark-serve"
 GROUPS = {"model": "what is served", "engine": "the engine's sizes", "http": "the HTTP server"}
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # seconds that running requests get to finish once a signal to stop has come
-
-
-class UsageError(ValueError):
-    """The command line cannot be read; the message names the flag."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 class Server(uvicorn.Server):
@@ -50,49 +39,18 @@ class Server(uvicorn.Server):
             await asyncio.wait(self.server_state.tasks, timeout=1)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """One flag per field of ServerConfig. The parser hands on text; only ServerConfig converts and checks."""
-    parser = _Parser(
-        PROGRAM,
-        description="Serve a language model and its DSpark draft over HTTP: the same text, sooner.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+def build_parser() -> Parser:
+    """One flag per field of ServerConfig."""
+    parser = Parser(
+        PROGRAM, description="Serve a language model and its DSpark draft over HTTP: the same text, sooner."
     )
-    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
-    for name, field in ServerConfig.model_fields.items():
-        assert isinstance(field.json_schema_extra, dict)
-        default = "" if field.default is None else f" (default: {field.default})"
-        group = groups[str(field.json_schema_extra["group"])]
-        text = f"{field.description}{default}".replace("%", "%%")
-        group.add_argument(flag(name), help=text, metavar=_metavar(field.annotation))
+    parser.add_settings(ServerConfig, GROUPS)
     return parser
-
-
-def flag(name: str) -> str:
-    """The flag of a field of ServerConfig."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _metavar(annotation: Any) -> str:
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
-    if isinstance(kinds[0], str):
-        return "{" + ",".join(kinds) + "}"
-    return {int: "N", float: "X", str: "TEXT"}[kinds[0]]
 
 
 def parse_config(argv: Sequence[str]) -> ServerConfig:
     """Settings from the command line; UsageError names the flag, what was found and what was expected."""
-    known, unknown = build_parser().parse_known_args(argv)
-    flags = [flag(name) for name in ServerConfig.model_fields]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
-        expected = near[0] if near else f"one of {' '.join(flags)}"
-        raise UsageError(f"unknown argument {unknown[0]}, expected {expected}")
-    try:
-        return ServerConfig(**vars(known))
-    except ValidationError as error:
-        name, complaint = explain(error, ServerConfig.model_fields)
-        raise UsageError(f"{flag(name)}: {complaint}") from None
+    return build(ServerConfig, build_parser().parse_known(argv, ServerConfig.model_fields))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from pydantic import (
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
 from dspark_core.sampling import MAX_SEED, SamplingParams
-from server.config import explain, quote
+from dspark_core.settings import explain, quote
 from server.request import Delta, RequestParams, TokenLogprob
 
 Json = dict[str, Any]

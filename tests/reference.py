@@ -23,7 +23,7 @@ from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
 from dspark_core.models.decoder import TargetModel
 from dspark_core.sampling import SamplingParams
-from dspark_core.windows import forward_windows
+from dspark_core.draft.packed_forward import forward_windows
 from server.engine import Engine, EngineParts
 from server.request import Request, RequestParams
 from tests.golden import EXACT, BadFolderError, Check, Golden, compare
@@ -64,7 +64,7 @@ def check_training(golden: Golden, draft: DraftModel) -> Iterator[Check]:
     windows = golden.windows(draft.config.draft_len)
     anchor_ids = train["input_ids"].gather(1, golden.anchors)
     output = forward_windows(draft, train["target_features"], windows, anchor_ids)
-    yield compare("training draft_logits", output.draft_logits[keep], train["draft_logits"][keep])
+    yield compare("training draft_logits", output.logits(draft)[keep], train["draft_logits"][keep])
     if (output.confidence_logits is None) == ("confidence_logits" in train):
         raise BadFolderError("there is a confidence head without confidence_logits, or the reverse")
     if output.confidence_logits is not None:

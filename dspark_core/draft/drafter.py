@@ -64,8 +64,8 @@ class Drafter:
             logits = base_logits[:, slot]
             if head is not None:
                 embedded = head.embed(previous)
-                bias, state = head.step(embedded, hidden[:, slot], state)
-                logits = logits + bias
+                latent, state = head.step(embedded, hidden[:, slot], state)
+                logits = logits + head.bias(latent)
                 embeddings.append(embedded)
             # A draft that computed NaN is a bad draft, not an error: its token is drawn from something finite.
             previous = choose(slot, torch.nan_to_num(logits), draft_ids)

@@ -1,8 +1,9 @@
 """Sequential heads (Eq 4-6) and the confidence head (Eq 7).
 
-A sequential head turns the previous token and the backbone's hidden state into a bias on the base logits. `step`
-serves one slot while sampling left to right; training feeds it slot by slot with teacher-forced tokens, so both
-paths are one code.
+A sequential head turns the previous token and the backbone's hidden state into a latent [..., r], whose projection
+W2 is the bias on the base logits. `step` serves one slot while sampling left to right; training feeds it slot by slot
+with teacher-forced tokens, so both paths are one code. The projection is apart from it because it is wide: training
+does it in chunks.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ class MarkovHead(nn.Module):
         return self.markov_w1(previous_ids)  # type: ignore[no-any-return]
 
     def step(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Bias [..., V] of one slot and the state after it.
+        """Latent [..., r] of one slot and the state after it.
 
         Args:
             embedded: [..., r], of the previous token.
             hidden: [..., D], backbone output at this slot.
         """
-        return self.markov_w2(embedded), state
+        return embedded, state
+
+    def bias(self, latent: Tensor) -> Tensor:
+        """Bias [..., V] on the base logits, from a latent [..., r]."""
+        return self.markov_w2(latent)  # type: ignore[no-any-return]
 
     def pack(self, *, emit_vocab: int | None = None) -> None:
         """Pack the wide output projection for inference, for the first `emit_vocab` ids."""
@@ -56,7 +61,7 @@ class GatedHead(MarkovHead):
 
     def step(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         gate = torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), -1)))
-        return self.markov_w2(gate * embedded), state
+        return gate * embedded, state
 
 
 class RNNHead(MarkovHead):
@@ -75,7 +80,7 @@ class RNNHead(MarkovHead):
         gate, candidate, output = joint.chunk(3, -1)
         keep = torch.sigmoid(gate)
         state = keep * state + (1 - keep) * torch.tanh(candidate)
-        return self.markov_w2(torch.tanh(output)), state
+        return torch.tanh(output), state
 
 
 _HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RNNHead}

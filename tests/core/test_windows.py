@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dspark_core.checkpoint.load import load_draft, load_target
 from dspark_core.draft.backbone import DraftModel
-from dspark_core.windows import Windows, forward_windows, make_windows
+from dspark_core.draft.packed_forward import forward_windows
+from dspark_core.windows import Windows, make_windows
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
 K, LENGTH = 4, 40

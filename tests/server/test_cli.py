@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from dspark_core.errors import CheckpointError
+from dspark_core.settings import flag
 from server import cli
 from server.config import ServerConfig
 from tests.server.http_util import DEADLINE_S, sse_data
@@ -107,7 +108,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         assert f"{title}:" in text
     for name, field in ServerConfig.model_fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
-        assert re.search(rf"{cli.flag(name)} \S+ {re.escape(str(field.description) + default)}", text), name
+        assert re.search(rf"{flag(name)} \S+ {re.escape(str(field.description) + default)}", text), name
     assert "--dtype {auto,float32,bfloat16,float16}" in text
     assert "--max-model-len N" in text
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from server.config import ServerConfig, explain, quote
+from dspark_core.settings import explain, quote
+from server.config import ServerConfig
 
 
 def complaint(**values: Any) -> tuple[str, str]:

@@ -44,7 +44,8 @@ def test_vanilla_is_a_product_of_two_tables(config: DraftConfig) -> None:
     assert type(head) is MarkovHead
     assert head.start(ROWS) is None
     previous = torch.randint(0, VOCAB, (ROWS,))
-    bias, state = head.step(head.embed(previous), torch.randn(ROWS, HIDDEN), None)
+    latent, state = head.step(head.embed(previous), torch.randn(ROWS, HIDDEN), None)
+    bias = head.bias(latent)
     w1, w2 = weight(head, "markov_w1.weight"), weight(head, "markov_w2.weight")
     assert close(bias, torch.stack([w2 @ w1[token] for token in previous]))
     assert state is None
@@ -54,7 +55,8 @@ def test_gated_scales_the_embedding_by_a_gate_over_hidden_then_embedding(config:
     head = build(config, "gated")
     assert type(head) is GatedHead
     previous, hidden = torch.randint(0, VOCAB, (ROWS,)), torch.randn(ROWS, HIDDEN)
-    bias, _ = head.step(head.embed(previous), hidden, head.start(ROWS))
+    latent, _ = head.step(head.embed(previous), hidden, head.start(ROWS))
+    bias = head.bias(latent)
     w1, w2 = weight(head, "markov_w1.weight"), weight(head, "markov_w2.weight")
     gate_weight, gate_bias = weight(head, "gate_proj.weight"), weight(head, "gate_proj.bias")
     rows = []
@@ -76,7 +78,8 @@ def test_rnn_carries_its_state_over_three_positions(config: DraftConfig) -> None
     by_hand = torch.zeros(ROWS, RANK, dtype=torch.float64)  # s0 = 0
     assert torch.equal(state.double(), by_hand)
     for k in range(3):
-        bias, state = head.step(head.embed(tokens[k]), hidden[k], state)
+        latent, state = head.step(head.embed(tokens[k]), hidden[k], state)
+        bias = head.bias(latent)
         z = torch.cat((by_hand, w1[tokens[k]], hidden[k].double()), -1) @ joint_weight.T + joint_bias
         gate, candidate, output = z[:, :RANK], z[:, RANK : 2 * RANK], z[:, 2 * RANK :]
         keep = 1 / (1 + torch.exp(-gate))
@@ -95,9 +98,10 @@ def test_packing_keeps_the_bias_and_cuts_the_vocabulary(kind: str, config: Draft
     head = build(config, kind)
     embedded, hidden, state = head.embed(torch.tensor([3, 7])), torch.randn(2, HIDDEN), head.start(2)
     with torch.inference_mode():
-        whole, _ = head.step(embedded, hidden, state)
+        latent, _ = head.step(embedded, hidden, state)
+        whole = head.bias(latent)
         head.pack(emit_vocab=50)
-        cut, _ = head.step(embedded, hidden, state)
+        cut = head.bias(latent)
     assert cut.shape == (2, 50)
     assert torch.allclose(cut, whole[:, :50], atol=1e-5)
 

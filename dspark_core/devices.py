@@ -1,0 +1,26 @@
+"""From the words a user types for device and number type to torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from dspark_core.errors import CheckpointError
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is any. Raises CheckpointError for a device that cannot be used."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,159 @@
+"""`dspark-train generate`: answers of the target itself to prompts, the data that a draft learns from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dspark_core.errors import CheckpointError, RequestError
+from dspark_core.randomness import derive_key
+from dspark_core.sampling import SamplingParams
+from dspark_core.settings import Settings, setting
+from dspark_core.train.records import append_record, read_prompts, resume_records
+from server.config import ServerConfig
+from server.engine import Engine
+from server.loader import load_engine
+from server.offline import complete
+from server.request import Request, RequestParams
+
+logger = logging.getLogger(__name__)
+
+# A change of any of these would mix two kinds of answers in one file.
+_MUST_AGREE = ("target", "temperatures", "top_p", "samples_per_prompt", "max_tokens", "seed", "dtype")
+
+
+class GenerateConfig(Settings):
+    """Everything `dspark-train generate` can be told."""
+
+    target: str = setting("demo", "files", "target: a local folder, a hub id or 'demo'", min_length=1)
+    prompts: str = setting(..., "files", 'JSONL file, a line {"domain", "prompt"} or {"domain", "messages"} each')
+    output: str = setting(..., "files", "JSONL file to write; one that is there is completed, never overwritten")
+
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 1.0), "sampling", "temperatures, given to the samples in turn", min_length=1
+    )
+    top_p: float = setting(1.0, "sampling", "nucleus of the samples with a temperature", gt=0, le=1)
+    samples_per_prompt: int = setting(2, "sampling", "answers to every prompt", ge=1)
+    max_tokens: int = setting(256, "sampling", "longest answer, in tokens", ge=1)
+    seed: int = setting(0, "sampling", "seed; an answer depends on it, the prompt and the target alone", ge=0)
+
+    max_prompt_tokens: int = setting(1024, "engine", "longer prompts are left out, with a warning", ge=1)
+    max_num_seqs: int = setting(64, "engine", "answers generated at once", ge=1)
+    max_num_batched_tokens: int = setting(512, "engine", "tokens in one pass of the target", ge=1)
+    kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
+    dtype: str = setting("auto", "engine", "auto, float32, bfloat16 or float16; auto: float32 on a CPU")
+    device: str = setting("auto", "engine", "cpu, cuda, cuda:N or auto", min_length=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer to be generated. `id` names prompt and sample whatever their places in the file."""
+
+    id: str
+    domain: str
+    messages: list[dict[str, Any]]
+    temperature: float
+
+    def params(self, config: GenerateConfig) -> RequestParams:
+        """Seeded per sample: the answer is the same in any batch, and after any interruption."""
+        sampling = SamplingParams(
+            temperature=self.temperature,
+            top_p=config.top_p if self.temperature > 0 else 1.0,
+            seed=derive_key("generate", config.seed, self.id),
+        )
+        return RequestParams(sampling, max_tokens=config.max_tokens, speculative=False)
+
+
+def make_samples(config: GenerateConfig) -> list[Sample]:
+    """All samples, in an order mixed by the seed, so that the file is a fair one wherever it is cut."""
+    samples = []
+    for number, prompt in enumerate(read_prompts(Path(config.prompts))):
+        content = json.dumps(prompt.messages, ensure_ascii=False)
+        name = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        for k in range(config.samples_per_prompt):
+            temperature = config.temperatures[(number + k) % len(config.temperatures)]
+            samples.append(Sample(f"{name}-{k}", prompt.domain, prompt.messages, temperature))
+    unique = {sample.id: sample for sample in samples}
+    if len(unique) < len(samples):
+        logger.warning("%s: %d samples of repeated prompts left out", config.prompts, len(samples) - len(unique))
+    return sorted(unique.values(), key=lambda sample: derive_key("order", config.seed, sample.id))
+
+
+def generate(config: GenerateConfig) -> int:
+    """Generate what the output file still lacks; returns the number of answers written.
+
+    Raises:
+        CheckpointError: a file is unusable, or the output was begun with other settings.
+    """
+    samples = make_samples(config)
+    output = Path(config.output)
+    settings = {name: getattr(config, name) for name in _MUST_AGREE}
+    done = {record["id"] for record in resume_records(output, settings)}
+    todo = [sample for sample in samples if sample.id not in done]
+    if done:
+        logger.info("%s: %d of %d answers are there", output, len(samples) - len(todo), len(samples))
+    if not todo:
+        return 0
+    engine = load_engine(
+        ServerConfig(
+            target=config.target,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_prompt_tokens + config.max_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_memory_fraction=config.kv_memory_fraction,
+        ),
+        with_draft=False,
+    )
+    return _write(engine, config, todo, output)
+
+
+def _write(engine: Engine, config: GenerateConfig, todo: list[Sample], output: Path) -> int:
+    written = tokens = 0
+    with output.open("ab") as file, tqdm(total=len(todo), unit="answer", smoothing=0.05) as bar:
+        for sample, request in complete(engine, _jobs(engine, config, todo, bar)):
+            append_record(file, _record(sample, request))
+            written, tokens = written + 1, tokens + request.num_generated
+            bar.update()
+            bar.set_postfix(tokens=tokens, refresh=False)
+    return written
+
+
+def _jobs(
+    engine: Engine, config: GenerateConfig, todo: list[Sample], bar: "tqdm[Any]"
+) -> Iterator[tuple[Sample, list[int], RequestParams]]:
+    for sample in todo:
+        try:
+            ids = engine.tokenizer.encode_chat(sample.messages)
+        except RequestError as error:
+            raise CheckpointError(f"{config.prompts}: a prompt cannot be used: {error}") from None
+        if len(ids) > config.max_prompt_tokens:
+            logger.warning(
+                "%s left out: its prompt has %d tokens, expected at most %d (--max-prompt-tokens)",
+                sample.id,
+                len(ids),
+                config.max_prompt_tokens,
+            )
+            bar.total -= 1
+            continue
+        yield sample, ids, sample.params(config)
+
+
+def _record(sample: Sample, request: Request) -> dict[str, Any]:
+    return {
+        "id": sample.id,
+        "domain": sample.domain,
+        "temperature": sample.temperature,
+        "prompt_ids": request.prompt_ids,
+        "response_ids": list(request.output_ids),
+        "finish_reason": request.finish_reason,
+        "messages": sample.messages,
+    }
