@@ -121,7 +121,7 @@ def chunked_loss(inputs: LossInputs, loss: LossWeights, chunk: int = CHUNK) -> t
     Returns:
         The total, attached to the graph also when there is no slot (it is then 0), and the parts, detached.
     """
-    total, *parts = _ChunkedLoss.apply(
+    total, *parts = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         inputs.hidden, inputs.latent, inputs.confidence_logits, inputs.markov_w2, inputs, loss, chunk
     )
     return total, SlotTerms(*parts)
@@ -129,7 +129,7 @@ def chunked_loss(inputs: LossInputs, loss: LossWeights, chunk: int = CHUNK) -> t
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any,
         hidden: Tensor,
         latent: Tensor | None,

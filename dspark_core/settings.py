@@ -8,11 +8,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _LONGEST_QUOTE = 80
 
 
@@ -60,8 +61,8 @@ def _kinds(annotation: Any) -> list[Any]:
 class Parser(argparse.ArgumentParser):
     """Hands on text; only the settings convert and check. Raises UsageError instead of ending the program."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, **options)
+    def __init__(self, prog: str, *, description: str) -> None:
+        super().__init__(prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -87,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_argument(argument: str, flags: Sequence[str]) -> str:
     """The message for an argument that is none of `flags`."""
-    near = difflib.get_close_matches(argument.split("=")[0], flags, 1)
+    near = difflib.get_close_matches(argument.split("=", maxsplit=1)[0], flags, 1)
     expected = near[0] if near else f"one of {' '.join(flags)}"
     return f"unknown argument {argument}, expected {expected}"
 

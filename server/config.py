@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dspark_core.settings import Settings, setting
+from dspark_core.settings import DtypeName, Settings, setting
 
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -21,7 +21,7 @@ class ServerConfig(Settings):
     served_model_name: str | None = setting(
         None, "model", "name of the model in /v1/models; unset: the target's", min_length=1
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+    dtype: DtypeName = setting(
         "auto", "model", "number type of weights and KV; auto: float32 on a CPU, bfloat16 on CUDA"
     )
     device: str = setting("auto", "model", "cpu, cuda, cuda:N or auto: CUDA if there is any", min_length=1)

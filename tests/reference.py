@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
+from dspark_core.draft.packed_forward import forward_windows
 from dspark_core.models.decoder import TargetModel
 from dspark_core.sampling import SamplingParams
-from dspark_core.draft.packed_forward import forward_windows
 from server.engine import Engine, EngineParts
 from server.request import Request, RequestParams
 from tests.golden import EXACT, BadFolderError, Check, Golden, compare

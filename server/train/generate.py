@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dspark_core.errors import CheckpointError, RequestError
 from dspark_core.randomness import derive_key
 from dspark_core.sampling import SamplingParams
-from dspark_core.settings import Settings, setting
+from dspark_core.settings import DtypeName, Settings, setting
 from dspark_core.train.records import append_record, read_prompts, resume_records
 from server.config import ServerConfig
 from server.engine import Engine
@@ -48,7 +48,7 @@ class GenerateConfig(Settings):
     max_num_seqs: int = setting(64, "engine", "answers generated at once", ge=1)
     max_num_batched_tokens: int = setting(512, "engine", "tokens in one pass of the target", ge=1)
     kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
-    dtype: str = setting("auto", "engine", "auto, float32, bfloat16 or float16; auto: float32 on a CPU")
+    dtype: DtypeName = setting("auto", "engine", "number type of weights and KV; auto: float32 on a CPU")
     device: str = setting("auto", "engine", "cpu, cuda, cuda:N or auto", min_length=1)
 
 
@@ -128,7 +128,7 @@ def _write(engine: Engine, config: GenerateConfig, todo: list[Sample], output: P
 
 
 def _jobs(
-    engine: Engine, config: GenerateConfig, todo: list[Sample], bar: "tqdm[Any]"
+    engine: Engine, config: GenerateConfig, todo: list[Sample], bar: tqdm[Any]
 ) -> Iterator[tuple[Sample, list[int], RequestParams]]:
     for sample in todo:
         try:
