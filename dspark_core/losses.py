@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark_core.sampling import argmax
+
 # Positions whose logits exist at once. Beyond some 128 rows matrix products get no faster.
 CHUNK = 128
 
@@ -191,7 +193,7 @@ def _chunk(inputs: LossInputs, loss: LossWeights, rows: slice, parts: Tensor, gr
         logits += latent @ w2.T
     target_logits = (inputs.target_hidden[rows].to(inputs.target_head.dtype) @ inputs.target_head.T).float()
     labels = inputs.target_ids[rows].unsqueeze(-1)
-    agreement = logits.argmax(-1) == target_logits.argmax(-1)
+    agreement = argmax(logits) == argmax(target_logits)
     log_probs = logits.log_softmax(-1)
     ce = -log_probs.gather(-1, labels).squeeze(-1)
     probs = log_probs.exp_()

@@ -34,13 +34,19 @@ class Settings(BaseModel):
     def _split_lists(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        known = public_fields(cls)
         return {
-            name: value.split(",") if isinstance(value, str) and _is_list(cls.model_fields.get(name)) else value
+            name: value.split(",") if isinstance(value, str) and _is_list(known.get(name)) else value
             for name, value in values.items()
         }
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
+
+
+def public_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
+    """The fields by the names that users type: a field's alias where it has one."""
+    return {field.alias or name: field for name, field in settings.model_fields.items()}
 
 
 def setting(default: Any, group: str, description: str, **limits: Any) -> Any:
@@ -70,7 +76,7 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, settings: type[Settings], titles: Mapping[str, str]) -> None:
         """One flag per field, in the groups of `titles` (name to title)."""
         groups = {name: self.add_argument_group(title) for name, title in titles.items()}
-        for name, field in settings.model_fields.items():
+        for name, field in public_fields(settings).items():
             assert isinstance(field.json_schema_extra, dict)
             given = field.default is None or field.is_required()
             default = _list_text(field.default) if isinstance(field.default, tuple) else field.default
@@ -118,7 +124,7 @@ def build(
     try:
         return settings(**values)
     except ValidationError as error:
-        path, complaint = explain(error, settings.model_fields)
+        path, complaint = explain(error, public_fields(settings))
         name = re.split(r"[.\[]", path)[0]
         raise UsageError(f"{(where or {}).get(name, flag(path))}: {complaint}") from None
 

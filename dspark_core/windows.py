@@ -75,7 +75,7 @@ def make_windows(
 
 
 def anchor_candidates(loss_mask: Tensor) -> Tensor:
-    """Positions of one sequence [T] where a window may start: the loss mask is on for the anchor and its first label."""
+    """Positions of one sequence [T] where a window may start: anchor and first label count in the loss mask."""
     on = loss_mask > 0.5
     return (on[:-1] & on[1:]).nonzero().squeeze(-1)
 

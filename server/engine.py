@@ -217,7 +217,8 @@ class Engine:
         taken = request.append(tokens, token_logprobs(logits, tokens, request.params.logprobs))
         if item.num_slots:
             accepted = min(taken, len(tokens) - 1)
-            request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted)
+            decided = accepted if taken < len(tokens) else min(accepted + 1, verified)
+            request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
         if request.finished:
             self.scheduler.remove(request)
         return request.take_delta()

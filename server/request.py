@@ -104,6 +104,7 @@ class Request:
     tokens: list[int] = field(init=False)
     rounds: int = 0
     speculation: Speculation = field(default_factory=Speculation)
+    decided_and_accepted: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -143,8 +144,14 @@ class Request:
                 return taken
         return len(token_ids)
 
-    def count_round(self, *, drafted: int, verified: int, accepted: int) -> None:
-        """Add a round with drafts to the statistics."""
+    def count_round(self, *, drafted: int, verified: int, accepted: int, decided: int) -> None:
+        """Add a round with drafts to the statistics.
+
+        Args:
+            decided: positions of the block that were found accepted or rejected: not those after a rejection, nor
+                those after the end of the text.
+        """
+        self.decided_and_accepted.append((decided, accepted))
         s = self.speculation
         self.speculation = Speculation(s.rounds + 1, s.drafted + drafted, s.verified + verified, s.accepted + accepted)
 

@@ -91,16 +91,22 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise CheckpointError(f"{path}: chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: list[Message]) -> str:
-        """Return the prompt text of `messages`, with the opening of the assistant's answer at the end.
+    def render(self, messages: list[Message], *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt text of `messages`.
 
         Args:
             messages: as `normalise_messages` returns them.
+            add_generation_prompt: end with the opening of the assistant's answer.
 
         Raises:
             RequestError: the template refuses the messages or fails on them.
         """
-        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        variables = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             return self._template.render(variables)
         except TemplateError as error:

@@ -83,8 +83,11 @@ class Tokenizer:
         # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds.
         return list(self._backend.encode_batch([text])[0].ids)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a conversation in the model's chat format, with the opening of the next answer.
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of a conversation in the model's chat format.
+
+        Args:
+            add_generation_prompt: end with the opening of the next answer.
 
         Raises:
             RequestError: there is no chat template, the messages are malformed, or the template refuses them.
@@ -92,7 +95,7 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt, not messages", "messages")
         hidden_messages, hidden = self._control.hide(self._template.normalise_messages(messages))
-        rendered = self._template.render(hidden_messages)
+        rendered = self._template.render(hidden_messages, add_generation_prompt=add_generation_prompt)
         _check_unicode(rendered, "messages")
         return self._control.encode(rendered, hidden)
 

@@ -15,41 +15,18 @@ from tqdm import tqdm
 from dspark_core.errors import CheckpointError, RequestError
 from dspark_core.randomness import derive_key
 from dspark_core.sampling import SamplingParams
-from dspark_core.settings import DtypeName, Settings, setting
 from dspark_core.train.records import append_record, read_prompts, resume_records
 from server.config import ServerConfig
 from server.engine import Engine
 from server.loader import load_engine
 from server.offline import complete
 from server.request import Request, RequestParams
+from server.train.settings import GenerateConfig
 
 logger = logging.getLogger(__name__)
 
 # A change of any of these would mix two kinds of answers in one file.
 _MUST_AGREE = ("target", "temperatures", "top_p", "samples_per_prompt", "max_tokens", "seed", "dtype")
-
-
-class GenerateConfig(Settings):
-    """Everything `dspark-train generate` can be told."""
-
-    target: str = setting("demo", "files", "target: a local folder, a hub id or 'demo'", min_length=1)
-    prompts: str = setting(..., "files", 'JSONL file, a line {"domain", "prompt"} or {"domain", "messages"} each')
-    output: str = setting(..., "files", "JSONL file to write; one that is there is completed, never overwritten")
-
-    temperatures: tuple[float, ...] = setting(
-        (0.0, 1.0), "sampling", "temperatures, given to the samples in turn", min_length=1
-    )
-    top_p: float = setting(1.0, "sampling", "nucleus of the samples with a temperature", gt=0, le=1)
-    samples_per_prompt: int = setting(2, "sampling", "answers to every prompt", ge=1)
-    max_tokens: int = setting(256, "sampling", "longest answer, in tokens", ge=1)
-    seed: int = setting(0, "sampling", "seed; an answer depends on it, the prompt and the target alone", ge=0)
-
-    max_prompt_tokens: int = setting(1024, "engine", "longer prompts are left out, with a warning", ge=1)
-    max_num_seqs: int = setting(64, "engine", "answers generated at once", ge=1)
-    max_num_batched_tokens: int = setting(512, "engine", "tokens in one pass of the target", ge=1)
-    kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
-    dtype: DtypeName = setting("auto", "engine", "number type of weights and KV; auto: float32 on a CPU")
-    device: str = setting("auto", "engine", "cpu, cuda, cuda:N or auto", min_length=1)
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def test_a_failure_has_an_error_and_no_finish_reason() -> None:
 
 def test_rounds_add_up() -> None:
     request = make_request()
-    request.count_round(drafted=4, verified=4, accepted=1)
-    request.count_round(drafted=4, verified=2, accepted=2)
+    request.count_round(drafted=4, verified=4, accepted=1, decided=2)
+    request.count_round(drafted=4, verified=2, accepted=2, decided=2)
     assert request.speculation == Speculation(rounds=2, drafted=8, verified=6, accepted=3)
     assert request.speculation.acceptance_length == 2.5
     assert Speculation().acceptance_length == 1.0
