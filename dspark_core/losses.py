@@ -197,7 +197,7 @@ def _chunk(inputs: LossInputs, loss: LossWeights, rows: slice, parts: Tensor, gr
     log_probs = logits.log_softmax(-1)
     ce = -log_probs.gather(-1, labels).squeeze(-1)
     probs = log_probs.exp_()
-    gap = probs - target_logits.softmax(-1)
+    gap = probs - target_logits.log_softmax(-1).exp_()  # the same operations: equal logits have no gap at all
     tv = gap.abs().sum(-1)
     sign = gap.sign_()
     for part, value in zip(parts, (ce, tv, None, (1 - tv / 2).clamp(0, 1), agreement), strict=True):

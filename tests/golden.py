@@ -28,7 +28,7 @@ class BadFolderError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One compared quantity. `deviation` of floats is |found - expected| / max(1, |expected|)."""
+    """One compared quantity. `deviation` of floats is |found - expected| / max(floor, |expected|)."""
 
     name: str
     deviation: float
@@ -43,12 +43,16 @@ class Check:
         return f"{verdict:<9}{self.name:<32}{self.deviation:<12.3g}tolerance {self.tolerance:g}"
 
 
-def compare(name: str, found: Any, expected: Any, tolerance: float = FLOAT32) -> Check:
-    """Compare tensors or nested lists of numbers; another shape, or nothing to compare, deviates infinitely."""
+def compare(name: str, found: Any, expected: Any, tolerance: float = FLOAT32, *, floor: float = 1.0) -> Check:
+    """Compare tensors or nested lists of numbers; another shape, or nothing to compare, deviates infinitely.
+
+    Args:
+        floor: what an expected size is at least taken for; next to nothing makes the deviation relative.
+    """
     a, b = (torch.as_tensor(x).double() for x in (found, expected))
     if a.shape != b.shape or not b.numel():
         return Check(name, float("inf"), tolerance)
-    return Check(name, float(((a - b).abs() / b.abs().clamp_min(1)).max()), tolerance)
+    return Check(name, float(((a - b).abs() / b.abs().clamp_min(floor)).max()), tolerance)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 with 1 if any is too large or a folder cannot be used. The form of a folder: target/, draft/, train.safetensors and
 expected.json, of the `qwen3-*` kind, of any size.
 
-Three parts: the training forward and the inputs of the losses; the same blocks through the serving path, teacher
-forced; and greedy speculative decoding by the real engine, round by round.
+Three parts: the training forward, the losses and their gradients (`tests.reference_training`); the same blocks through
+the serving path, teacher forced; and greedy speculative decoding by the real engine, round by round.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
-from dspark_core.draft.packed_forward import forward_windows
 from dspark_core.models.decoder import TargetModel
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine, EngineParts
 from server.request import Request, RequestParams
 from tests.golden import EXACT, BadFolderError, Check, Golden, compare
 from tests.paged import PAGE_SIZE, flat_batch, make_pool, slots_of
+from tests.reference_training import check_losses, check_training
 
 
 def check_folder(folder: Path) -> Iterator[Check]:
@@ -36,6 +36,7 @@ def check_folder(folder: Path) -> Iterator[Check]:
     target, draft = golden.load()
     yield from check_settings(golden, draft)
     yield from check_training(golden, draft)
+    yield from check_losses(golden, draft)
     rollout = len(golden.expected["rollout"]["prompt"]) + rollout_limit(golden)
     length = max(golden.train["input_ids"].shape[1] + draft.config.draft_len, rollout)
     target.prepare(max_positions=length)
@@ -55,28 +56,6 @@ def check_settings(golden: Golden, draft: DraftModel) -> Iterator[Check]:
     yield compare("block_size", config.draft_len, expected["block_size"], EXACT)
     yield compare("mask_token_id", config.mask_token_id, expected["mask_token_id"], EXACT)
     yield compare("target_layer_ids", list(config.target_layer_ids), expected["target_layer_ids"], EXACT)
-
-
-@torch.no_grad()
-def check_training(golden: Golden, draft: DraftModel) -> Iterator[Check]:
-    """The teacher-forced forward, and what the losses are made from. Dummy anchors mean nothing and are left out."""
-    train, keep = golden.train, golden.keep
-    windows = golden.windows(draft.config.draft_len)
-    anchor_ids = train["input_ids"].gather(1, golden.anchors)
-    output = forward_windows(draft, train["target_features"], windows, anchor_ids)
-    yield compare("training draft_logits", output.logits(draft)[keep], train["draft_logits"][keep])
-    if (output.confidence_logits is None) == ("confidence_logits" in train):
-        raise BadFolderError("there is a confidence head without confidence_logits, or the reverse")
-    if output.confidence_logits is not None:
-        expected = train["confidence_logits"][keep]
-        yield compare("training confidence_logits", output.confidence_logits[keep], expected)
-    yield compare("eval_mask", windows.eval_mask[keep], train["eval_mask"][keep], EXACT)
-    supervised = train["eval_mask"].bool() & keep.unsqueeze(-1)
-    yield compare("target_ids", windows.target_ids[supervised], train["target_ids"][supervised], EXACT)
-    rows = windows.target_rows.flatten(1).unsqueeze(-1)
-    scores = draft.lm_head(train["target_last_hidden"])
-    aligned = scores.gather(1, rows.expand(-1, -1, scores.shape[-1])).view_as(train["aligned_target_logits"])
-    yield compare("aligned_target_logits", aligned[supervised], train["aligned_target_logits"][supervised])
 
 
 def check_target(golden: Golden, target: TargetModel) -> Iterator[Check]:

@@ -22,7 +22,7 @@ from dspark_core.errors import CheckpointError
 from dspark_core.losses import LossWeights
 from dspark_core.models.decoder import TargetModel
 from dspark_core.train.batches import Order, VocabSample
-from dspark_core.train.build import build_draft, default_taps, feature_scale, make_config
+from dspark_core.train.build import FROZEN, build_draft, default_taps, feature_scale, make_config
 from dspark_core.train.config import FeaturesConfig, FitConfig
 from dspark_core.train.data import Example, load_examples, split_holdout
 from dspark_core.train.features import TargetStates, cache_bytes, require_space, write_cache
@@ -45,6 +45,7 @@ class Run:
         training, validation: indices into the source's examples.
         num_steps: of the whole run.
         draft_json: config.json of the draft.
+        frozen: embedding and LM head, which the checkpoint may carry.
     """
 
     config: FitConfig
@@ -60,6 +61,7 @@ class Run:
     scale: Tensor
     num_steps: int
     draft_json: dict[str, Any]
+    frozen: dict[str, Tensor]
 
 
 def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
@@ -95,6 +97,7 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
         compute=compute,
         compile_forward=config.compile,
     )
+    frozen = {n: p.detach() for n, p in draft.named_parameters() if n.startswith(FROZEN)}
     wrapped = ranks.wrap(objective, config.sharding)
     group = config.batch_size * config.accumulation * ranks.size
     steps = config.max_steps or max(1, round(config.epochs * len(training) / group))
@@ -112,6 +115,7 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
         scale,
         steps,
         draft_config_json(draft_config, folder, {"num_anchors": config.num_anchors}),
+        frozen,
     )
 
 

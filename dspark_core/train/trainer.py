@@ -205,8 +205,7 @@ def _save(run: Run, output: Path, step: int) -> None:
         weights: dict[str, Tensor] = dict(state["draft"])
         weights["fc.weight"] = weights["fc.weight"] / run.scale.cpu()
         if run.config.save_embeddings:
-            draft = run.objective.draft
-            weights |= {n: p for n, p in draft.named_parameters() if n.startswith(("embed_tokens.", "lm_head."))}
+            weights |= run.frozen
         dtype = getattr(torch, run.config.save_dtype)
         save_draft(output, run.draft_json, weights, dtype=dtype, with_embeddings=run.config.save_embeddings)
     except OSError as error:

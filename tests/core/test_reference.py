@@ -25,6 +25,13 @@ QUANTITIES = (
     "eval_mask",
     "target_ids",
     "aligned_target_logits",
+    "loss ce",
+    "loss tv",
+    "loss conf",
+    "loss weight_sum",
+    "loss total",
+    "grad_norms names",
+    "grad_norms",
     "target_logits",
     "target_features",
     "target_last_hidden",
@@ -37,6 +44,9 @@ QUANTITIES = (
     "rollout output_ids",
     "greedy_autoregressive_ids",
 )
+
+
+QUANTITIES_OF_LOSSES = tuple(name for name in QUANTITIES if name.startswith("loss "))
 
 
 @pytest.fixture
@@ -73,14 +83,21 @@ def change_train(name: str, change: Callable[[Tensor], None]) -> Callable[[Path]
     return apply
 
 
-def change_rollout(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def change_expected(part: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = folder / "expected.json"
         content = json.loads(path.read_text())
-        change(content["rollout"])
+        change(content[part])
         path.write_text(json.dumps(content))
 
     return apply
+
+
+def change_each_loss(losses: dict[str, Any]) -> None:
+    """By twice the tolerance, another quantity in another weighting: none of them is skipped."""
+    changes = {"paper": "ce", "deepspec": "tv", "ce_only": "conf", "no_decay": "weight_sum", "conf_only": "total"}
+    for weighting, quantity in changes.items():
+        losses[weighting][quantity] *= 1 + 2e-5
 
 
 def change_weight(model: str, name: str) -> Callable[[Path], None]:
@@ -120,21 +137,41 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("aligned_target_logits",),
     ),
     "target_logits": (change_train("target_logits", put((1, 28, 82), 0.01)), ("target_logits",)),
-    "target_last_hidden": (change_train("target_last_hidden", put((1, 3, 0), 0.1)), ("target_last_hidden",)),
+    "target_last_hidden": (
+        change_train("target_last_hidden", put((1, 3, 0), 0.1)),
+        ("target_last_hidden", "aligned_target_logits", "loss tv", "loss conf", "loss total", "grad_norms"),
+    ),
+    "losses": (change_expected("losses", change_each_loss), QUANTITIES_OF_LOSSES),
+    "a loss that is half the L1 distance": (
+        change_expected("losses", lambda losses: losses["paper"].update(alpha_tv=0.45)),
+        ("loss total", "grad_norms"),
+    ),
+    "loss decay": (
+        change_expected("losses", lambda losses: losses["paper"].update(decay=4.0)),
+        (*QUANTITIES_OF_LOSSES, "grad_norms"),
+    ),
+    "a gradient norm": (
+        change_expected("grad_norms", lambda norms: norms.update({"fc.weight": norms["fc.weight"] * (1 + 2e-5)})),
+        ("grad_norms",),
+    ),
+    "an embedding that is trained": (
+        change_expected("grad_norms", lambda norms: norms.update({"embed_tokens.weight": 0.0})),
+        ("grad_norms names",),
+    ),
     "next_token": (
-        change_rollout(lambda r: r["rounds"][1].update(next_token=r["rounds"][1]["next_token"] ^ 1)),
+        change_expected("rollout", lambda r: r["rounds"][1].update(next_token=r["rounds"][1]["next_token"] ^ 1)),
         ("rollout next_token",),
     ),
-    "accepted": (change_rollout(lambda r: r["rounds"][0].update(accepted=3)), ("rollout accepted",)),
-    "a round missing": (change_rollout(lambda r: r["rounds"].pop()), ("rollout output_ids",)),
-    "output": (change_rollout(lambda r: r["output_ids"].append(1)), ("rollout output_ids",)),
+    "accepted": (change_expected("rollout", lambda r: r["rounds"][0].update(accepted=3)), ("rollout accepted",)),
+    "a round missing": (change_expected("rollout", lambda r: r["rounds"].pop()), ("rollout output_ids",)),
+    "output": (change_expected("rollout", lambda r: r["output_ids"].append(1)), ("rollout output_ids",)),
     "plain output": (
-        change_rollout(lambda r: r["greedy_autoregressive_ids"].reverse()),
+        change_expected("rollout", lambda r: r["greedy_autoregressive_ids"].reverse()),
         ("greedy_autoregressive_ids",),
     ),
     "a draft weight": (
         change_weight("draft", "markov_head.joint_proj.weight"),
-        ("training draft_logits", "serving draft_logits"),
+        ("training draft_logits", "loss ce", "loss tv", "loss conf", "grad_norms", "serving draft_logits"),
     ),
     "a target weight": (
         change_weight("target", "model.layers.2.mlp.up_proj.weight"),
@@ -156,12 +193,12 @@ def test_damage_is_found(what: str, golden: Path, capsys: pytest.CaptureFixture[
 
 
 def test_values_at_dummy_anchors_mean_nothing(golden: Path) -> None:
+    """One window more in each row, all of it nonsense: the losses, too, are those without it."""
     tensors = load_file(golden / "train.safetensors")
-    tensors["block_keep_mask"][0, 2] = False
-    tensors["anchor_positions"][0, 2] = -1
-    for name in ("draft_logits", "confidence_logits", "aligned_target_logits"):
-        tensors[name][0, 2] = torch.nan
-    tensors["target_ids"][0, 2] = -100
+    dummy: dict[str, Any] = {"block_keep_mask": False, "eval_mask": True, "anchor_positions": -1, "target_ids": -100}
+    dummy |= dict.fromkeys(("draft_logits", "confidence_logits", "aligned_target_logits"), torch.nan)
+    for name, value in dummy.items():
+        tensors[name] = torch.cat((torch.full_like(tensors[name][:, :1], value), tensors[name]), 1)
     save_file(tensors, golden / "train.safetensors")
     assert main([str(golden)]) == 0
 
