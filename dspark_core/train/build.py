@@ -100,6 +100,7 @@ def build_draft(config: FitConfig, draft_config: DraftConfig, target: TargetMode
     else:
         draft = DraftModel(draft_config)
         _initialise(draft, config.seed)
+        draft.norm.load_state_dict(target.norm.state_dict())  # what the LM head was made to read
         draft.embed_tokens.weight = nn.Parameter(target.embed_tokens.weight.detach().float())
         draft.lm_head.weight = nn.Parameter(cast(nn.Linear, target.lm_head).weight.detach().float())
         if config.init_layers == "target":

@@ -126,7 +126,8 @@ def _files(preset: str | None, config: str | None) -> list[Path]:
 def read_file(path: Path, command: str) -> dict[str, Any]:
     """Settings for a command from a TOML file.
 
-    Keys before the first section apply to every command that has them; a section is for the command of its name.
+    Keys before the first section apply to every command that has them; a section is for the command of its name, and
+    that of fit for compare too.
 
     Raises:
         UsageError: unreadable, or a key that no command (or not the section's) has.
@@ -148,8 +149,11 @@ def read_file(path: Path, command: str) -> dict[str, Any]:
         if unknown := sorted(entries.keys() - fields):
             raise UsageError(f"{path}: unknown key {unknown[0]} in [{section}], expected one of {', '.join(fields)}")
     own = public_fields(COMMANDS[command].settings)
-    section_values: dict[str, Any] = content.get(command, {})
-    return {key: value for key, value in shared.items() if key in own} | section_values
+    values = {key: value for key, value in shared.items() if key in own}
+    if command == "compare":  # what every arm starts from is said once, in the section of fit
+        values |= {key: value for key, value in content.get("fit", {}).items() if key != "output"}
+    values |= content.get(command, {})
+    return values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
