@@ -18,6 +18,7 @@ from dspark_core.checkpoint.save import draft_config_json
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DraftConfig
 from dspark_core.devices import find_dtype
+from dspark_core.draft.backbone import DraftModel
 from dspark_core.errors import CheckpointError
 from dspark_core.losses import LossWeights
 from dspark_core.models.decoder import TargetModel
@@ -42,6 +43,7 @@ class Run:
 
     Attributes:
         wrapped: the objective, wrapped for several processes.
+        vocab: what the softmaxes are taken over in the first steps, or None.
         training, validation: indices into the source's examples.
         num_steps: of the whole run.
         draft_json: config.json of the draft.
@@ -77,8 +79,7 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
     draft_config = make_config(config, target.config, tokenizer, source.target_layer_ids)
     _check_mask_token(draft_config, source.examples)
     draft = build_draft(config, draft_config, target)
-    compute = _compute_dtype(config.precision, ranks.device)
-    head = cast(nn.Linear, target.lm_head).weight.detach().to(compute)
+    head = cast(nn.Linear, target.lm_head).weight.detach().to(_compute_dtype(config.precision, ranks.device))
     if isinstance(source, OnlineSource):
         target.prepare(max_positions=config.max_length)
     training, validation = split_holdout(source.examples, config.holdout, config.seed)
@@ -87,35 +88,37 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
     scale = _measure_scale(source, training).to(ranks.device)
     with torch.no_grad():
         cast(nn.Linear, draft.fc).weight.mul_(scale if config.init else 1.0)
-    objective = Objective(
+    frozen = {n: p.detach() for n, p in draft.named_parameters() if n.startswith(FROZEN)}
+    objective = _objective(config, draft, head, scale)
+    group = config.batch_size * config.accumulation * ranks.size
+    return Run(
+        config=config,
+        ranks=ranks,
+        source=source,
+        training=training,
+        validation=validation,
+        order=Order(len(training), group, config.seed),
+        vocab=_vocab_sample(config, source.examples, target.config.vocab_size),
+        objective=objective,
+        wrapped=ranks.wrap(objective, config.sharding),  # before the optimiser: shards are other parameters
+        optimiser=make_optimiser(objective.draft, config),
+        scale=scale,
+        num_steps=config.max_steps or max(1, round(config.epochs * len(training) / group)),
+        draft_json=draft_config_json(draft_config, folder, {"num_anchors": config.num_anchors}),
+        frozen=frozen,
+    )
+
+
+def _objective(config: FitConfig, draft: DraftModel, head: Tensor, scale: Tensor) -> Objective:
+    return Objective(
         draft,
         head,
         scale,
         loss=LossWeights(config.ce_weight, config.tv_weight, config.confidence_weight),
         decay=config.decay,
         chunk=config.chunk_positions,
-        compute=compute,
+        compute=head.dtype,
         compile_forward=config.compile,
-    )
-    frozen = {n: p.detach() for n, p in draft.named_parameters() if n.startswith(FROZEN)}
-    wrapped = ranks.wrap(objective, config.sharding)
-    group = config.batch_size * config.accumulation * ranks.size
-    steps = config.max_steps or max(1, round(config.epochs * len(training) / group))
-    return Run(
-        config,
-        ranks,
-        source,
-        training,
-        validation,
-        Order(len(training), group, config.seed),
-        _vocab_sample(config, source.examples, target.config.vocab_size),
-        objective,
-        wrapped,
-        make_optimiser(objective.draft, config),
-        scale,
-        steps,
-        draft_config_json(draft_config, folder, {"num_anchors": config.num_anchors}),
-        frozen,
     )
 
 
