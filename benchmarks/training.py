@@ -22,7 +22,7 @@ from dspark_core.config import DecoderConfig, DraftConfig
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.losses import LossInputs, LossWeights, chunked_loss, slot_terms
 from dspark_core.models.rope import RopeConfig
-from dspark_core.train.batches import Batch
+from dspark_core.train.batches import Batch, Rows
 from dspark_core.train.objective import Objective
 
 SEQUENCES, LENGTH, ANCHORS, DRAFT_LEN = 4, 256, 16, 7
@@ -70,16 +70,9 @@ def make_draft() -> DraftModel:
 def make_batch() -> Batch:
     ids = torch.randint(0, V, (SEQUENCES, LENGTH))
     anchors = torch.stack([torch.randperm(LENGTH - DRAFT_LEN - 1)[:ANCHORS].sort().values for _ in range(SEQUENCES)])
-    return Batch(
-        ids,
-        torch.ones(SEQUENCES, LENGTH),
-        torch.zeros_like(ids),
-        anchors,
-        torch.ones_like(anchors).bool(),
-        torch.randn(SEQUENCES, LENGTH, TAPS * D),
-        torch.randn(SEQUENCES, LENGTH, D),
-        [],
-    )
+    keep = torch.ones_like(anchors).bool()
+    rows = Rows(ids, torch.ones(SEQUENCES, LENGTH), torch.zeros_like(ids), anchors, keep, [], [])
+    return Batch(rows, torch.randn(SEQUENCES, LENGTH, TAPS * D), torch.randn(SEQUENCES, LENGTH, D))
 
 
 def products(vocab: int) -> float:
@@ -128,7 +121,7 @@ def main() -> None:
     )
     vocab = None if args.loss_vocab is None else torch.randperm(V)[: args.loss_vocab].sort().values
     if vocab is not None:  # labels must be among them
-        batch.input_ids.copy_(vocab[batch.input_ids % len(vocab)])
+        batch.rows.input_ids.copy_(vocab[batch.rows.input_ids % len(vocab)])
     optimiser = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], fused=True)
 
     def step() -> None:

@@ -1,10 +1,14 @@
-"""The two kinds of error that a user of dspark is meant to read."""
+"""The kinds of error that a user of dspark is meant to read."""
 
 from __future__ import annotations
 
 
 class CheckpointError(ValueError):
     """A model folder cannot be used: the message names the file or key, what was found and what was expected."""
+
+
+class RunError(RuntimeError):
+    """A long run cannot go on: the message says why, and what is left of it."""
 
 
 class RequestError(ValueError):

@@ -123,10 +123,25 @@ def chunked_loss(inputs: LossInputs, loss: LossWeights, chunk: int = CHUNK) -> t
     Returns:
         The total, attached to the graph also when there is no slot (it is then 0), and the parts, detached.
     """
-    total, *parts = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():
+        parts = inputs.hidden.new_zeros(5, len(inputs.hidden), dtype=torch.float32)
+        for rows in _slices(len(inputs.hidden), chunk):
+            _chunk(inputs, loss, rows, parts, None)
+        terms = _terms(parts, inputs.confidence_logits)
+        return terms.total(inputs.weights, loss), terms
+    total, *values = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         inputs.hidden, inputs.latent, inputs.confidence_logits, inputs.markov_w2, inputs, loss, chunk
     )
-    return total, SlotTerms(*parts)
+    return total, SlotTerms(*values)
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _terms(parts: Tensor, confidence_logits: Tensor | None) -> SlotTerms:
+    """From what `_chunk` left: ce, tv, nothing, c*, agreement."""
+    return SlotTerms(parts[0], parts[1], confidence_loss(confidence_logits, parts[3]), parts[3], parts[4])
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -141,13 +156,11 @@ class _ChunkedLoss(torch.autograd.Function):
         loss: LossWeights,
         chunk: int,
     ) -> tuple[Tensor, ...]:
-        slots = hidden.shape[0]
-        parts = hidden.new_zeros(5, slots, dtype=torch.float32)
+        parts = hidden.new_zeros(5, len(hidden), dtype=torch.float32)
         grads = _Gradients.like(hidden, latent, markov_w2)
-        for start in range(0, slots, chunk):
-            rows = slice(start, min(start + chunk, slots))
+        for rows in _slices(len(hidden), chunk):
             _chunk(inputs, loss, rows, parts, grads)
-        terms = SlotTerms(parts[0], parts[1], confidence_loss(confidence_logits, parts[3]), parts[3], parts[4])
+        terms = _terms(parts, confidence_logits)
         grad_confidence = None
         if confidence_logits is not None:
             grad_confidence = (
@@ -178,8 +191,8 @@ class _Gradients:
         )
 
 
-def _chunk(inputs: LossInputs, loss: LossWeights, rows: slice, parts: Tensor, grads: _Gradients) -> None:
-    """Losses and gradients of some slots.
+def _chunk(inputs: LossInputs, loss: LossWeights, rows: slice, parts: Tensor, grads: _Gradients | None) -> None:
+    """Losses of some slots, and their gradients if wanted.
 
     With z the draft's logits, p its probabilities and s = sign(p - p^t): d ce / dz = p - onehot(label) and
     d tv / dz = p * (s - sum(p * s)).
@@ -203,6 +216,8 @@ def _chunk(inputs: LossInputs, loss: LossWeights, rows: slice, parts: Tensor, gr
     for part, value in zip(parts, (ce, tv, None, (1 - tv / 2).clamp(0, 1), agreement), strict=True):
         if value is not None:
             part[rows] = value
+    if grads is None:
+        return
     # d total / d logits, written over `sign`
     mean_sign = (probs * sign).sum(-1, keepdim=True)
     slope = sign.sub_(mean_sign).mul_(loss.tv).add_(loss.ce).mul_(probs)

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -86,10 +86,24 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known(self, argv: Sequence[str], known: Iterable[str]) -> dict[str, str]:
         """Values by field; UsageError for an argument that is no flag of `known`."""
-        found, unknown = self.parse_known_args(argv)
+        flags = [flag(name) for name in known]
+        found, unknown = self.parse_known_args(list(_joined(argv, flags)))
         if unknown:
-            raise UsageError(unknown_argument(unknown[0], [flag(name) for name in known]))
+            raise UsageError(unknown_argument(unknown[0], flags))
         return dict(vars(found))
+
+
+def _joined(argv: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    """Write `--flag -1,3` as `--flag=-1,3`: argparse takes a list that begins with a minus for a flag."""
+    rest = iter(argv)
+    for argument in rest:
+        value = next(rest, None) if argument in flags else None
+        if value is not None and re.match(r"-\d", value):
+            yield f"{argument}={value}"
+        else:
+            yield argument
+            if value is not None:
+                yield from _joined([value, *rest], flags)
 
 
 def unknown_argument(argument: str, flags: Sequence[str]) -> str:
@@ -126,7 +140,8 @@ def build(
     except ValidationError as error:
         path, complaint = explain(error, public_fields(settings))
         name = re.split(r"[.\[]", path)[0]
-        raise UsageError(f"{(where or {}).get(name, flag(path))}: {complaint}") from None
+        place = (where or {}).get(name, flag(path)) if path else ""
+        raise UsageError(f"{place}: {complaint}" if place else complaint) from None
 
 
 def explain(error: ValidationError, known: Iterable[str]) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from dspark_core.errors import RunError
 from server.engine import Engine
 from server.request import Request, RequestParams
 
@@ -12,7 +13,7 @@ Tag = TypeVar("Tag")
 Job = tuple[Tag, list[int], RequestParams]
 
 
-class GenerationError(RuntimeError):
+class GenerationError(RunError):
     """A request that the engine had accepted ended with an error."""
 
 

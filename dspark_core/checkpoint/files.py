@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from dspark_core.errors import CheckpointError
+
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write beside `path`, flush to the disk, then rename over it; on an error the old file stays as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write beside `path`, flush to the disk, then rename over it; on an error the old file stays as it was.
+
+    What a kill leaves beside it is taken over by the next attempt: one writer at a time, see `locked`.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -20,6 +27,22 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from writing `path` meanwhile; the lock goes with the process, also when it is killed.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{path} is being written by another process, expected one at a time") from None
+        yield
 
 
 def sync_folder(folder: Path) -> None:

@@ -69,7 +69,10 @@ def teacher_forced_heads(model: DraftModel, hidden: Tensor, previous_ids: Tensor
             out, state = head.step(flat_e[:, slot], flat_h[:, slot], state)
             latents.append(out)
         latent = torch.stack(latents, 1).view_as(embedded)
-    confidence = None if model.confidence_head is None else model.confidence_head(hidden, embedded)
+    confidence = None
+    if model.confidence_head is not None:
+        with torch.autocast(hidden.device.type, enabled=False):  # a probability wants float32, whatever the rest is in
+            confidence = model.confidence_head(hidden, embedded)
     return DraftOutput(hidden, latent, confidence)
 
 
@@ -91,6 +94,8 @@ def _backbone(
         attention = cast(DecoderLayer, model.layers[layer]).self_attn
         context_keys, context_values = attention.context(context, context_angles)
         keys, values = torch.cat((context_keys, keys), 1), torch.cat((context_values, values), 1)
+        if queries.is_cuda:  # its fast kernels take a mask or grouped heads, not both
+            keys, values = (x.repeat_interleave(decoder.num_heads // decoder.num_kv_heads, 2) for x in (keys, values))
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 

@@ -15,7 +15,7 @@ from dspark_core.randomness import derive_key
 from dspark_core.train.config import FitConfig
 from dspark_core.train.data import Example
 from dspark_core.train.features import States
-from dspark_core.windows import random_anchors, stride_anchors
+from dspark_core.windows import Windows, make_windows, random_anchors, stride_anchors
 
 VALIDATION_STRIDE = 8
 
@@ -43,14 +43,13 @@ class VocabSample:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Rows:
     """B rows of T tokens with N windows each; padding is neither anchor nor label.
 
     Attributes:
         input_ids, loss_mask, sequence_starts: [B, T].
         anchors, keep: [B, N].
-        features: [B, T, m * D].
-        last_hidden: [B, T, D] of the target, after its final norm.
+        places: row and first token of each sequence.
         names: ids of the sequences, for people.
     """
 
@@ -59,13 +58,38 @@ class Batch:
     sequence_starts: Tensor
     anchors: Tensor
     keep: Tensor
-    features: Tensor
-    last_hidden: Tensor
+    places: list[tuple[int, int]]
     names: list[str]
 
-    def to(self, device: torch.device) -> Batch:
+    def windows(self, draft_len: int) -> Windows:
+        return make_windows(self.input_ids, self.loss_mask, self.anchors, self.keep, draft_len, self.sequence_starts)
+
+    def with_states(self, states: Sequence[States], device: torch.device) -> Batch:
+        """Add the target's states of the sequences, and move everything to a device."""
+        shape = self.input_ids.shape
+        features, last_hidden = (
+            part.new_zeros(*shape, part.shape[-1]) for part in (states[0].features, states[0].last_hidden)
+        )
+        for (row, start), state in zip(self.places, states, strict=True):
+            features[row, start : start + len(state.features)] = state.features
+            last_hidden[row, start : start + len(state.features)] = state.last_hidden
         moved = {n: v.to(device, non_blocking=True) for n, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)  # type: ignore[arg-type]
+        rows = replace(self, **moved)  # type: ignore[arg-type]
+        return Batch(rows, features.to(device, non_blocking=True), last_hidden.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows and the target's states of their tokens.
+
+    Attributes:
+        features: [B, T, m * D] tapped outputs.
+        last_hidden: [B, T, D], after the final norm.
+    """
+
+    rows: Rows
+    features: Tensor
+    last_hidden: Tensor
 
 
 class Order:
@@ -106,9 +130,7 @@ def validation_anchors(example: Example, draft_len: int) -> Tensor:
     return stride_anchors(torch.tensor(example.supervised, dtype=torch.float32), draft_len, VALIDATION_STRIDE)
 
 
-def make_batch(
-    examples: Sequence[Example], states: Sequence[States], anchors: Sequence[Tensor], row_tokens: int | None
-) -> Batch:
+def make_rows(examples: Sequence[Example], anchors: Sequence[Tensor], row_tokens: int | None) -> Rows:
     """Lay sequences into rows, several end to end where `row_tokens` has room for them."""
     rows = _rows([len(example.token_ids) for example in examples], row_tokens)
     length = max(sum(len(examples[i].token_ids) for i in row) for row in rows)
@@ -116,11 +138,9 @@ def make_batch(
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     mask = torch.zeros(len(rows), length)
     starts = torch.arange(length).repeat(len(rows), 1)
-    places = torch.zeros(len(rows), windows, dtype=torch.int64)
+    anchor_places = torch.zeros(len(rows), windows, dtype=torch.int64)
     keep = torch.zeros(len(rows), windows, dtype=torch.bool)
-    first = states[0]
-    features = first.features.new_zeros(len(rows), length, first.features.shape[-1])
-    last_hidden = first.last_hidden.new_zeros(len(rows), length, first.last_hidden.shape[-1])
+    places = []
     for number, row in enumerate(rows):
         start = window = 0
         for i in row:
@@ -128,12 +148,11 @@ def make_batch(
             ids[number, start:stop] = torch.tensor(examples[i].token_ids)
             mask[number, start:stop] = torch.tensor(examples[i].supervised, dtype=torch.float32)
             starts[number, start:stop] = start
-            places[number, window:last] = anchors[i] + start
+            anchor_places[number, window:last] = anchors[i] + start
             keep[number, window:last] = True
-            features[number, start:stop] = states[i].features
-            last_hidden[number, start:stop] = states[i].last_hidden
+            places.append((number, start))
             start, window = stop, last
-    return Batch(ids, mask, starts, places, keep, features, last_hidden, [example.id for example in examples])
+    return Rows(ids, mask, starts, anchor_places, keep, places, [example.id for example in examples])
 
 
 def _rows(lengths: Sequence[int], row_tokens: int | None) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -38,12 +39,7 @@ def make_config(config: FitConfig, target: DecoderConfig, tokenizer: Tokenizer, 
     Raises:
         CheckpointError: taps or the mask token do not fit the target.
     """
-    last = target.num_layers - 1
-    if not taps or len(set(taps)) < len(taps) or not all(-1 <= i < last for i in taps):
-        raise CheckpointError(
-            f"target_layer_ids is {list(taps)}, expected different layer outputs from -1 to {last - 1} "
-            f"(the output of the last of {target.num_layers} layers cannot be tapped)"
-        )
+    check_taps(taps, target.num_layers)
     decoder = replace(
         target,
         family="qwen3",
@@ -70,6 +66,16 @@ def make_config(config: FitConfig, target: DecoderConfig, tokenizer: Tokenizer, 
     )
 
 
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Raise CheckpointError unless the layer ids can be tapped."""
+    last = num_layers - 1
+    if not taps or len(set(taps)) < len(taps) or not all(-1 <= i < last for i in taps):
+        raise CheckpointError(
+            f"target_layer_ids is {list(taps)}, expected different layer outputs from -1 to {last - 1} "
+            f"(the output of the last of {num_layers} layers cannot be tapped)"
+        )
+
+
 def _mask_token(asked: int | None, vocab_size: int, known: int) -> int:
     token = known if asked is None else asked
     if asked is None and token >= vocab_size:
@@ -93,14 +99,10 @@ def build_draft(config: FitConfig, draft_config: DraftConfig, target: TargetMode
     """
     if config.init is not None:
         draft = load_draft(Path(config.init), target, dtype=torch.float32)
-        different = [n for n, v in vars(draft.config).items() if n != "target_name" and v != getattr(draft_config, n)]
-        if different:
-            found, expected = getattr(draft.config, different[0]), getattr(draft_config, different[0])
-            raise CheckpointError(f"init {config.init}: {different[0]} is {found}, the settings say {expected}")
+        _check_init(config.init, draft, draft_config, target)
     else:
         draft = DraftModel(draft_config)
         _initialise(draft, config.seed)
-        draft.norm.load_state_dict(target.norm.state_dict())  # what the LM head was made to read
         draft.embed_tokens.weight = nn.Parameter(target.embed_tokens.weight.detach().float())
         draft.lm_head.weight = nn.Parameter(cast(nn.Linear, target.lm_head).weight.detach().float())
         if config.init_layers == "target":
@@ -109,6 +111,22 @@ def build_draft(config: FitConfig, draft_config: DraftConfig, target: TargetMode
     for name, parameter in draft.named_parameters():
         parameter.requires_grad_(not name.startswith(FROZEN))
     return draft.train()
+
+
+# What two drafts of one target may say differently and still be the same model.
+_WORDS = {"target_name", "eos_token_ids", "max_position_embeddings", "tie_word_embeddings"}
+
+
+def _check_init(where: str, draft: DraftModel, expected: DraftConfig, target: TargetModel) -> None:
+    for found, wanted in ((draft.config, expected), (draft.config.decoder, expected.decoder)):
+        for name, value in vars(wanted).items():
+            if name not in _WORDS | {"decoder"} and getattr(found, name) != value:
+                raise CheckpointError(f"init {where}: {name} is {getattr(found, name)}, the settings say {value}")
+    heads = (draft.embed_tokens.weight, target.embed_tokens.weight), (draft.lm_head.weight, target.lm_head.weight)
+    if not all(torch.equal(cast(Tensor, own), cast(Tensor, theirs).float()) for own, theirs in heads):
+        raise CheckpointError(
+            f"init {where}: its embedding or LM head is not the target's, with which drafts are trained"
+        )
 
 
 def _initialise(draft: DraftModel, seed: int) -> None:
@@ -128,17 +146,20 @@ def _copy_layers(draft: DraftModel, target: TargetModel) -> None:
     """Start layer i of the draft as one of the target's, evenly spaced; query-key norms start at one."""
     count, total = len(draft.layers), len(target.layers)
     for i, layer in enumerate(draft.layers):
-        source = cast(DecoderLayer, target.layers[round((i + 1) * total / count) - 1]).state_dict()
+        place = max(round((i + 1) * total / count) - 1, 0)
+        source = cast(DecoderLayer, target.layers[place]).state_dict()
         own = layer.state_dict()
         layer.load_state_dict({name: source.get(name, tensor).float() for name, tensor in own.items()})
 
 
-def feature_scale(samples: list[Tensor]) -> Tensor:
+def feature_scale(samples: Iterable[Tensor]) -> Tensor:
     """Root mean square of every channel of the tapped features, [m * D], from samples [T, m * D].
 
     Raw features differ by an order of magnitude between layers and have outlier channels, which makes one learning
     rate wrong for most of `fc`. Training sees features divided by this, and the checkpoint's `fc` has it folded in.
     """
-    total = sum(len(sample) for sample in samples)
-    squares = torch.stack([sample.float().square().sum(0) for sample in samples]).sum(0)
-    return (squares / total).sqrt().clamp_min(1e-6)
+    total, squares = 0, torch.zeros(1, dtype=torch.float64)
+    for sample in samples:
+        total += len(sample)
+        squares = squares + sample.double().square().sum(0).cpu()
+    return (squares / total).sqrt().clamp_min(1e-6).float()

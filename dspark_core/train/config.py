@@ -28,7 +28,9 @@ class FeaturesConfig(Settings):
     target_layer_ids: tuple[int, ...] = setting(
         ..., "target", "layers whose outputs the draft reads, 0-based; -1 is the embedding output", min_length=1
     )
-    max_length: int = setting(4096, "target", "longer sequences are cut here, in tokens", ge=2)
+    max_length: int = setting(
+        4096, "target", "longer sequences are cut here, or at the target's context limit, in tokens", ge=2
+    )
     batch_tokens: int = setting(2048, "target", "tokens in one pass of the target", ge=1)
     shard_tokens: int = setting(65536, "files", "tokens in one file of the cache", ge=1)
     dtype: DtypeName = setting("auto", "target", "number type of the target; auto: float32 on a CPU")
@@ -64,7 +66,9 @@ class FitConfig(Settings):
         "random", "draft", "start the backbone's layers at random, or as copies of the target's"
     )
 
-    max_length: int = setting(4096, "windows", "longer sequences are cut here, in tokens", ge=2)
+    max_length: int = setting(
+        4096, "windows", "longer sequences are cut here, or at the target's context limit, in tokens", ge=2
+    )
     num_anchors: int = setting(512, "windows", "windows per sequence, placed at random (section 3.3)", ge=1)
     anchor_stride: int | None = setting(None, "windows", "place windows every so many tokens instead", ge=1)
     row_tokens: int | None = setting(

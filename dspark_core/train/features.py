@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -72,12 +73,13 @@ class TargetStates:
     def _pool_of(self, pages: int) -> KVPool:
         if self._pool is None or self._pool.num_pages < pages:
             self._pool = KVPool.of(self.target.config, pages, _PAGE, self.target.dtype, self.target.device)
+        self._pool.clear(list(range(pages)))  # one sequence's NaN would spoil the next: 0 * NaN is NaN
         return self._pool
 
 
 def cache_bytes(examples: Sequence[Example], hidden_size: int, num_taps: int, dtype: torch.dtype) -> int:
-    """Size of a cache: taps in bfloat16 (or the target's narrower type), last hidden states in the target's type."""
-    return sum(len(e.token_ids) for e in examples) * hidden_size * (num_taps * 2 + dtype.itemsize)
+    """Size of a cache: taps in bfloat16, last hidden states in the target's type, token ids and loss mask."""
+    return sum(len(e.token_ids) for e in examples) * (hidden_size * (num_taps * 2 + dtype.itemsize) + 5)
 
 
 def write_cache(
@@ -95,17 +97,22 @@ def write_cache(
         origin: what the states depend on (target, taps, ...): a cache of another origin is refused.
 
     Raises:
-        CheckpointError: the folder holds a cache of another origin or data, or the disk is too small.
+        CheckpointError: the folder holds a cache of another origin or of other data.
     """
     output.mkdir(parents=True, exist_ok=True)
     groups = _groups(examples, shard_tokens)
-    shards = [[[example.id, example.domain, len(example.token_ids)] for example in group] for group in groups]
-    plan = {"version": VERSION, "origin": origin, "shards": shards}
+    shards = [[[example.id, example.domain, example.prompt, len(example.token_ids)] for example in g] for g in groups]
+    whole = origin | {"shard_tokens": shard_tokens, "data": data_digest(examples)}
+    plan = {"version": VERSION, "origin": json.loads(json.dumps(whole)), "shards": shards}
     index = output / INDEX
     if index.exists():
-        begun = Keys.of_file(index).values
-        if {k: begun.get(k) for k in plan} != json.loads(json.dumps(plan)):
-            raise CheckpointError(f"{output} holds a cache of other data or another target; expected a new folder")
+        begun = Keys.of_file(index).get("origin", dict)
+        if different := [key for key, value in plan["origin"].items() if begun.get(key) != value]:
+            key = different[0]
+            raise CheckpointError(
+                f"{output} holds a cache with {key} {begun.get(key)!r}, now it is {whole[key]!r}; "
+                "expected the same, or another folder"
+            )
     else:
         write_atomically(index, lambda file: file.write(json.dumps(plan).encode()))
     missing = [n for n in range(len(groups)) if not _shard(output, n).exists()]
@@ -130,6 +137,14 @@ def _tensors(example: Example, state: States) -> dict[str, Tensor]:
         f"{example.id}/features": state.features.to("cpu", torch.bfloat16).contiguous(),
         f"{example.id}/last_hidden": state.last_hidden.cpu().contiguous(),
     }
+
+
+def data_digest(examples: Sequence[Example]) -> str:
+    """A short name for what sequences say: their tokens and loss masks, in order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for example in examples:
+        digest.update(json.dumps([example.id, example.token_ids, example.supervised]).encode())
+    return digest.hexdigest()
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -185,10 +200,8 @@ class FeatureCache:
                 f"{_shard(folder, absent[0]).name}; run `dspark-train features` again"
             )
         self._files = [self._open(n) for n in range(len(shards))]
-        self._places = [(n, name) for n, names in enumerate(shards) for name, _, _ in names]
-        self.examples = [
-            self._example(n, name, domain, size) for n, names in enumerate(shards) for name, domain, size in names
-        ]
+        self._places = [(n, names[0]) for n, shard in enumerate(shards) for names in shard]
+        self.examples = [self._example(n, *names) for n, shard in enumerate(shards) for names in shard]
 
     def states(self, index: int) -> States:
         """States of `examples[index]`, on the CPU.
@@ -207,12 +220,13 @@ class FeatureCache:
                 raise CheckpointError(f"{where} holds NaN or infinity")
         return states
 
-    def _example(self, number: int, name: str, domain: str, size: int) -> Example:
+    def _example(self, number: int, name: str, domain: str, prompt: str, size: int) -> Example:
         ids = self._read(number, f"{name}/token_ids").tolist()
         supervised = self._read(number, f"{name}/supervised").bool().tolist()
         if not len(ids) == len(supervised) == size:
-            raise CheckpointError(f"{_shard(self.folder, number)}: {name} has {len(ids)} tokens, expected {size}")
-        return Example(name, domain, ids, supervised)
+            found = f"{len(ids)} tokens and a loss mask of {len(supervised)}"
+            raise CheckpointError(f"{_shard(self.folder, number)}: {name} has {found}, expected {size}")
+        return Example(name, domain, prompt, ids, supervised)
 
     def _open(self, number: int) -> safe_open:
         path = _shard(self.folder, number)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.packed_forward import forward_windows
 from dspark_core.losses import LossInputs, LossWeights, SlotTerms, chunked_loss, slot_weights
-from dspark_core.train.batches import Batch
-from dspark_core.windows import Windows, make_windows
+from dspark_core.train.batches import Batch, Rows
 
 # Columns of Tally.slots.
 _COUNT, _CE, _TV, _CONFIDENCE, _ACCEPTANCE, _AGREEMENT, _PREDICTED = range(7)
@@ -47,13 +46,10 @@ class Objective(nn.Module):
         self._slot_weights = [slot_weights(draft.config.draft_len, decay).to(target_head.device)]
         self._forward_windows = torch.compile(forward_windows, dynamic=True) if compile_forward else forward_windows
 
-    def windows(self, batch: Batch) -> Windows:
-        k = self.draft.config.draft_len
-        return make_windows(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, k, batch.sequence_starts)
-
-    def weight(self, windows: Windows) -> Tensor:
-        """Sum of w_k over supervised slots: this batch's part of the normaliser."""
-        return (self._slot_weights[0] * windows.eval_mask).sum()
+    def weight(self, rows: Rows) -> Tensor:
+        """Sum of w_k over supervised slots: the part of the normaliser that is in these rows."""
+        mask = rows.windows(self.draft.config.draft_len).eval_mask
+        return (self._slot_weights[0].to(mask.device) * mask).sum()
 
     def forward(self, batch: Batch, normaliser: Tensor, vocab: Tensor | None = None) -> tuple[Tensor, Tally]:
         """Loss of a batch, as its part of a step whose sum of weights is `normaliser`, and statistics.
@@ -62,14 +58,15 @@ class Objective(nn.Module):
             vocab: ids in ascending order, every label among them: the softmaxes of draft and target are taken over
                 these alone. None takes the whole vocabulary, which is the loss as defined.
         """
-        windows = self.windows(batch)
-        anchor_ids = batch.input_ids.gather(1, batch.anchors)
+        rows = batch.rows
+        windows = rows.windows(self.draft.config.draft_len)
+        anchor_ids = rows.input_ids.gather(1, rows.anchors)
         features = batch.features.float() / self._scale[0]
         with torch.autocast(features.device.type, self.compute, enabled=self.compute != torch.float32):
-            output = self._forward_windows(self.draft, features, windows, anchor_ids, batch.sequence_starts)
+            output = self._forward_windows(self.draft, features, windows, anchor_ids, rows.sequence_starts)
         mask = windows.eval_mask
-        rows = windows.target_rows.flatten(1).unsqueeze(-1)
-        target_hidden = batch.last_hidden.gather(1, rows.expand(-1, -1, batch.last_hidden.shape[-1]))
+        index = windows.target_rows.flatten(1).unsqueeze(-1)
+        target_hidden = batch.last_hidden.gather(1, index.expand(-1, -1, batch.last_hidden.shape[-1]))
         head, w2, target_ids = self._head[0], self._markov_w2(), windows.target_ids[mask]
         if vocab is not None:
             head, w2, target_ids = head[vocab], None if w2 is None else w2[vocab], torch.searchsorted(vocab, target_ids)

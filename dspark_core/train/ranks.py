@@ -29,9 +29,10 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls(0, 1, find_device(device))
+        if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
         found = find_device(device)
         if found.type == "cuda":
-            found = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(found)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if found.type == "cuda" else "gloo")

@@ -36,9 +36,20 @@ def read_lines(path: Path) -> Iterator[Keys]:
                     raise CheckpointError(f"{where} cannot be read as JSON: {error}") from None
                 if not isinstance(values, dict):
                     raise CheckpointError(f"{where} holds a {type(values).__name__}, expected a JSON object")
+                _check_unicode(line, values, where)
                 yield Keys(values, where)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _check_unicode(line: str, values: dict[str, Any], where: str) -> None:
+    """JSON can spell half a UTF-16 pair; no tokenizer and no file can hold it."""
+    if "\\u" not in line:
+        return
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where} holds half a surrogate pair, expected valid Unicode") from None
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -51,7 +62,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     for keys in read_lines(path):
         if ("prompt" in keys.values) == ("messages" in keys.values):
             raise CheckpointError(f"{keys.where}: expected exactly one of 'prompt' and 'messages'")
-        messages = keys.get("messages", list, None) or [{"role": "user", "content": keys.get("prompt", str)}]
+        if "messages" in keys.values:
+            messages = keys.get("messages", list)
+        else:
+            messages = [{"role": "user", "content": keys.get("prompt", str)}]
+        if not messages:
+            raise CheckpointError(f"{keys.where}: key 'messages' is empty, expected at least one message")
         prompts.append(Prompt(keys.get("domain", str, "all"), messages))
     if not prompts:
         raise CheckpointError(f"{path} holds no prompt")
@@ -74,6 +90,8 @@ def resume_records(path: Path, settings: Mapping[str, Any]) -> list[dict[str, An
         write_atomically(beside, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
         path.touch()
         return []
+    if not beside.exists():
+        raise CheckpointError(f"{beside} is missing: {path} is not an output of this command, or has lost its settings")
     begun = Keys.of_file(beside).values
     if different := [name for name in wanted if begun.get(name) != wanted[name]]:
         name = different[0]

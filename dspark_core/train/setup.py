@@ -11,22 +11,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from dspark_core.checkpoint.files import locked
 from dspark_core.checkpoint.fingerprint import fingerprint
 from dspark_core.checkpoint.load import load_target
 from dspark_core.checkpoint.references import resolve_target
 from dspark_core.checkpoint.save import draft_config_json
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DraftConfig
-from dspark_core.devices import find_dtype
+from dspark_core.devices import find_device, find_dtype
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.errors import CheckpointError
 from dspark_core.losses import LossWeights
 from dspark_core.models.decoder import TargetModel
-from dspark_core.train.batches import Order, VocabSample
-from dspark_core.train.build import FROZEN, build_draft, default_taps, feature_scale, make_config
+from dspark_core.train.batches import Order, VocabSample, choose_anchors
+from dspark_core.train.build import FROZEN, build_draft, check_taps, default_taps, feature_scale, make_config
 from dspark_core.train.config import FeaturesConfig, FitConfig
 from dspark_core.train.data import Example, load_examples, split_holdout
-from dspark_core.train.features import TargetStates, cache_bytes, require_space, write_cache
+from dspark_core.train.features import TargetStates, cache_bytes, data_digest, require_space, write_cache
 from dspark_core.train.objective import Objective
 from dspark_core.train.optimiser import make_optimiser
 from dspark_core.train.ranks import Ranks
@@ -48,6 +49,7 @@ class Run:
         num_steps: of the whole run.
         draft_json: config.json of the draft.
         frozen: embedding and LM head, which the checkpoint may carry.
+        identity: what a state of this run belongs to; one of another is refused.
     """
 
     config: FitConfig
@@ -64,6 +66,7 @@ class Run:
     num_steps: int
     draft_json: dict[str, Any]
     frozen: dict[str, Tensor]
+    identity: dict[str, Any]
 
 
 def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
@@ -81,10 +84,9 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
     draft = build_draft(config, draft_config, target)
     head = cast(nn.Linear, target.lm_head).weight.detach().to(_compute_dtype(config.precision, ranks.device))
     if isinstance(source, OnlineSource):
-        target.prepare(max_positions=config.max_length)
+        target.prepare(max_positions=min(config.max_length, target.config.context_limit))
     training, validation = split_holdout(source.examples, config.holdout, config.seed)
-    if not training:
-        raise CheckpointError(f"holdout of {config.holdout} leaves no sequence of {len(source.examples)} to train on")
+    training = _with_windows(source.examples, training, config)
     scale = _measure_scale(source, training).to(ranks.device)
     with torch.no_grad():
         cast(nn.Linear, draft.fc).weight.mul_(scale if config.init else 1.0)
@@ -106,7 +108,28 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
         num_steps=config.max_steps or max(1, round(config.epochs * len(training) / group)),
         draft_json=draft_config_json(draft_config, folder, {"num_anchors": config.num_anchors}),
         frozen=frozen,
+        identity={
+            "target": fingerprint(folder),
+            "data": data_digest(source.examples),
+            "processes": ranks.size,
+            "precision": str(head.dtype).removeprefix("torch."),
+        },
     )
+
+
+def _with_windows(examples: Sequence[Example], training: list[int], config: FitConfig) -> list[int]:
+    """The sequences that have something to learn from (case W3); the others are counted."""
+    if not training:
+        raise CheckpointError(f"holdout of {config.holdout} leaves no sequence of {len(examples)} to train on")
+    useful = [index for index in training if len(choose_anchors(examples[index], 0, config))]
+    if not useful:
+        raise CheckpointError(
+            f"none of {len(training)} sequences has a window: expected supervised tokens within max_length "
+            f"{config.max_length}" + (f" at multiples of {config.anchor_stride}" if config.anchor_stride else "")
+        )
+    if len(useful) < len(training):
+        logger.warning("%d sequences left out: they have no window", len(training) - len(useful))
+    return useful
 
 
 def _objective(config: FitConfig, draft: DraftModel, head: Tensor, scale: Tensor) -> Objective:
@@ -136,7 +159,7 @@ def _open_source(config: FitConfig, folder: Path, target: TargetModel, tokenizer
         map(Path, config.data),
         tokenizer,
         vocab_size=target.config.vocab_size,
-        max_length=config.max_length,
+        max_length=min(config.max_length, target.config.context_limit),
         min_supervised=2,
     )
     return OnlineSource(examples, target, config.target_layer_ids or default_taps(target.config.num_layers))
@@ -169,7 +192,7 @@ def _measure_scale(source: Source, training: list[int]) -> Tensor:
     """From sequences spread over the data; the same on every rank."""
     step = max(1, len(training) // SCALE_SAMPLES)
     chosen = training[::step][:SCALE_SAMPLES]
-    return feature_scale([states.features for index in chosen for states in source.states([index])])
+    return feature_scale(states.features for index in chosen for states in source.states([index]))
 
 
 def cache_features(config: FeaturesConfig) -> Path:
@@ -178,14 +201,16 @@ def cache_features(config: FeaturesConfig) -> Path:
     Raises:
         CheckpointError: target or data cannot be used, the disk is too small, or the folder holds something else.
     """
-    ranks = Ranks.start(config.device)
+    device = find_device(config.device)
     folder = resolve_target(config.target)
-    target = load_target(folder, dtype=find_dtype(config.dtype, ranks.device), device=ranks.device)
+    target = load_target(folder, dtype=find_dtype(config.dtype, device), device=device)
+    check_taps(config.target_layer_ids, target.config.num_layers)
+    limit = min(config.max_length, target.config.context_limit)
     examples = load_examples(
         map(Path, config.data),
         Tokenizer.from_folder(folder),
         vocab_size=target.config.vocab_size,
-        max_length=config.max_length,
+        max_length=limit,
         min_supervised=2,
     )
     output = Path(config.output)
@@ -194,19 +219,20 @@ def cache_features(config: FeaturesConfig) -> Path:
     logger.info("%s: %d sequences, %d tokens, %.2f GiB", output, len(examples), tokens, size / 2**30)
     done = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     require_space(output, size - done)
-    target.prepare(max_positions=config.max_length)
+    target.prepare(max_positions=limit)
     origin: dict[str, object] = {
         "target": fingerprint(folder),
         "target_layer_ids": list(config.target_layer_ids),
         "dtype": str(target.dtype).removeprefix("torch."),
         "hidden_size": target.config.hidden_size,
     }
-    write_cache(
-        output,
-        examples,
-        TargetStates(target, config.target_layer_ids),
-        origin=origin,
-        batch_tokens=config.batch_tokens,
-        shard_tokens=config.shard_tokens,
-    )
+    with locked(output):
+        write_cache(
+            output,
+            examples,
+            TargetStates(target, config.target_layer_ids),
+            origin=origin,
+            batch_tokens=config.batch_tokens,
+            shard_tokens=config.shard_tokens,
+        )
     return output

@@ -25,12 +25,12 @@ _NAME = re.compile(r"step-(\d{8})\.pt")
 
 def collect_state(objective: nn.Module, optimiser: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
     """Weights that learn and the optimiser's state, whole and on the CPU; with shards every process must call it."""
-    sharded = ranks.size > 1
-    if sharded:
+    if ranks.size > 1:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, optimiser_state = get_state_dict(objective, optimiser, options=options)
     else:
-        weights, optimiser_state = objective.state_dict(), optimiser.state_dict()
+        weights = {name: tensor.detach().cpu() for name, tensor in objective.state_dict().items()}
+        optimiser_state = optimiser.state_dict()
     prefix = "draft."
     draft = {n.removeprefix(prefix): w for n, w in weights.items() if not n.removeprefix(prefix).startswith(FROZEN)}
     return {"draft": draft, "optimiser": optimiser_state, "random": torch.get_rng_state()}
@@ -57,6 +57,11 @@ def write_state(output: Path, step: int, state: dict[str, Any], keep: int) -> No
     write_atomically(folder / f"step-{step:08d}.pt", lambda file: torch.save(state | {"step": step}, file))
     for path in _files(output)[keep:]:
         path.unlink()
+
+
+def has_state(output: Path) -> bool:
+    """Whether a run has come to its first checkpoint."""
+    return bool(_files(output))
 
 
 def read_newest_state(output: Path) -> dict[str, Any] | None:

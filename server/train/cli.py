@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark_core.errors import CheckpointError
+from dspark_core.errors import CheckpointError, RunError
 from dspark_core.settings import Parser, Settings, UsageError, build, flag, public_fields, quote
 from dspark_core.train.config import FEATURES_GROUPS, FIT_GROUPS, FeaturesConfig, FitConfig
 from server.train.settings import (
@@ -171,11 +171,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.run(settings)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command goes on from the last checkpoint or record", 130)
-    except (CheckpointError, RuntimeError) as error:
-        if type(error) is RuntimeError:
-            raise  # a bug or a machine at its limit: the trace is worth more than a tidy line
-        return _fail(str(error), 1)
+    except (CheckpointError, RunError, OSError, ModuleNotFoundError) as error:
+        return _fail(_words(error), 1)
     return 0
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed, expected it: pip install 'dspark[train]'"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _fail(message: str, code: int) -> int:

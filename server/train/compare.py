@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_core.checkpoint.files import write_atomically
+from dspark_core.errors import CheckpointError
 from dspark_core.train.config import FitConfig
 from dspark_core.train.log import FILE as LOG_FILE
 from dspark_core.train.records import Prompt, read_lines, read_prompts
@@ -21,6 +23,9 @@ from server.config import ServerConfig
 from server.loader import load_engine
 from server.train.evaluate import Answer, answer_prompts, mean_length, select, summarise
 from server.train.settings import ARMS, CompareConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: data, target or prompts cannot be used.
     """
+    from matplotlib.figure import Figure  # missing, it is known before the training and not after
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CheckpointError("compare runs in one process, found WORLD_SIZE above 1; train its arms with fit instead")
     output = Path(config.output)
     prompts = select(read_prompts(Path(config.prompts)), config.limit)
     validations, measured = {}, {}
@@ -68,14 +77,14 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     write_atomically(output / "compare.json", lambda file: file.write(content.encode()))
     page = markdown(result)
     write_atomically(output / "compare.md", lambda file: file.write(page.encode()))
-    plot(result, output / "compare.png")
+    plot(result, Figure(figsize=(5.5 * len(config.temperatures), 4), layout="constrained"), output / "compare.png")
     print(page)
     return result
 
 
 def arm_settings(config: CompareConfig, arm: str) -> FitConfig:
     """The settings of an arm's run: those of all, with what it changes; into a folder of its name."""
-    values = config.model_dump(exclude=set(_OWN)) | ARMS[arm]
+    values = config.model_dump(exclude=set(_OWN)) | ARMS["paper"] | ARMS[arm]
     return FitConfig(**values | {"output": str(Path(config.output) / arm)})
 
 
@@ -170,13 +179,10 @@ def _with_interval(row: Mapping[str, Any], value: str, bounds: str, sign: str) -
     return f"{row[value]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
+def plot(result: Mapping[str, Any], figure: Figure, path: Path) -> None:
     """Conditional acceptance by position of every arm, one panel a temperature."""
-    from matplotlib.figure import Figure
-
     arms: Mapping[str, Any] = result["arms"]
     temperatures = list(next(iter(arms.values()))["temperatures"])
-    figure = Figure(figsize=(5.5 * len(temperatures), 4), layout="constrained")
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     for panel, temperature in zip(panels, temperatures, strict=True):
         for name, arm in arms.items():

@@ -138,6 +138,8 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
         CheckpointError: a model or the prompts cannot be used.
     """
     prompts = select(read_prompts(Path(config.prompts)), config.limit)
+    if config.json_file:  # a folder that cannot be made is known before the measurement
+        Path(config.json_file).parent.mkdir(parents=True, exist_ok=True)
     engine = load_engine(
         ServerConfig(
             ckpt=config.ckpt,

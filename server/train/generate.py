@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from dspark_core.checkpoint.files import locked
 from dspark_core.errors import CheckpointError, RequestError
 from dspark_core.randomness import derive_key
 from dspark_core.sampling import SamplingParams
@@ -19,7 +19,7 @@ from dspark_core.train.records import append_record, read_prompts, resume_record
 from server.config import ServerConfig
 from server.engine import Engine
 from server.loader import load_engine
-from server.offline import complete
+from server.offline import Job, complete
 from server.request import Request, RequestParams
 from server.train.settings import GenerateConfig
 
@@ -71,6 +71,11 @@ def generate(config: GenerateConfig) -> int:
     """
     samples = make_samples(config)
     output = Path(config.output)
+    with locked(output):
+        return _complete(config, samples, output)
+
+
+def _complete(config: GenerateConfig, samples: list[Sample], output: Path) -> int:
     settings = {name: getattr(config, name) for name in _MUST_AGREE}
     done = {record["id"] for record in resume_records(output, settings)}
     todo = [sample for sample in samples if sample.id not in done]
@@ -90,13 +95,16 @@ def generate(config: GenerateConfig) -> int:
         ),
         with_draft=False,
     )
-    return _write(engine, config, todo, output)
+    try:
+        return _write(engine, _jobs(engine, config, todo), output)
+    except RequestError as error:
+        raise CheckpointError(f"{config.prompts}: a prompt cannot be used: {error}") from None
 
 
-def _write(engine: Engine, config: GenerateConfig, todo: list[Sample], output: Path) -> int:
+def _write(engine: Engine, jobs: list[Job[Sample]], output: Path) -> int:
     written = tokens = 0
-    with output.open("ab") as file, tqdm(total=len(todo), unit="answer", smoothing=0.05) as bar:
-        for sample, request in complete(engine, _jobs(engine, config, todo, bar)):
+    with output.open("ab") as file, tqdm(total=len(jobs), unit="answer", smoothing=0.05) as bar:
+        for sample, request in complete(engine, jobs):
             append_record(file, _record(sample, request))
             written, tokens = written + 1, tokens + request.num_generated
             bar.update()
@@ -104,24 +112,20 @@ def _write(engine: Engine, config: GenerateConfig, todo: list[Sample], output: P
     return written
 
 
-def _jobs(
-    engine: Engine, config: GenerateConfig, todo: list[Sample], bar: tqdm[Any]
-) -> Iterator[tuple[Sample, list[int], RequestParams]]:
+def _jobs(engine: Engine, config: GenerateConfig, todo: list[Sample]) -> list[Job[Sample]]:
+    """Prompts as token ids, all before the first answer: one that cannot be used is known at once."""
+    jobs = []
     for sample in todo:
-        try:
-            ids = engine.tokenizer.encode_chat(sample.messages)
-        except RequestError as error:
-            raise CheckpointError(f"{config.prompts}: a prompt cannot be used: {error}") from None
-        if len(ids) > config.max_prompt_tokens:
-            logger.warning(
-                "%s left out: its prompt has %d tokens, expected at most %d (--max-prompt-tokens)",
-                sample.id,
-                len(ids),
-                config.max_prompt_tokens,
-            )
-            bar.total -= 1
-            continue
-        yield sample, ids, sample.params(config)
+        ids = engine.tokenizer.encode_chat(sample.messages)
+        if len(ids) <= config.max_prompt_tokens:
+            jobs.append((sample, ids, sample.params(config)))
+    if len(jobs) < len(todo):
+        logger.warning(
+            "%d answers left out: their prompts have more than %d tokens (--max-prompt-tokens)",
+            len(todo) - len(jobs),
+            config.max_prompt_tokens,
+        )
+    return jobs
 
 
 def _record(sample: Sample, request: Request) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dspark_core.checkpoint.load import load_draft, load_target
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.losses import LossInputs, LossWeights
 from dspark_core.train import objective as module
-from dspark_core.train.batches import Batch
+from dspark_core.train.batches import Batch, Rows
 from dspark_core.train.objective import Objective, Tally
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
@@ -51,7 +51,8 @@ def make_batch(shift: int = 0) -> Batch:
     keep = torch.tensor([[True] * 6 + [False]])
     rows = (ids + shift).unsqueeze(-1).float()
     features, last_hidden = torch.randn(1, 2 * LENGTH, 64), rows.expand(1, -1, 32)
-    return Batch(ids, torch.ones(1, 2 * LENGTH), starts, places, keep, features, last_hidden, ["a", "b"])
+    laid = Rows(ids, torch.ones(1, 2 * LENGTH), starts, places, keep, [(0, 0), (0, LENGTH)], ["a", "b"])
+    return Batch(laid, features, last_hidden)
 
 
 def seen(draft: DraftModel, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[LossInputs, Tensor]:

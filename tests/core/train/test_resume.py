@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dspark_core.checkpoint.files import locked
 from dspark_core.errors import CheckpointError
-from dspark_core.train import state, trainer
+from dspark_core.train import trainer
 from dspark_core.train.config import FitConfig
 from dspark_core.train.state import FOLDER
-from dspark_core.train.trainer import TrainingError, fit
-from tests.core.train.runs import log_lines, settings
+from dspark_core.train.trainer import fit
+from tests.core.train.runs import log_lines, settings, write_answers
 
 ROOT = Path(__file__).parents[3]
 # A process of its own, slowed down between steps so that a signal finds it at work.
@@ -156,28 +157,82 @@ def test_states_that_are_all_damaged_are_an_error_not_a_fresh_start(whole: Path)
         fit(config)
 
 
-def test_a_full_disk_loses_no_earlier_checkpoint(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# The limit on a file's size stands in for a full disk: writing fails half way, as it does there.
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from dspark_core.train import folder, trainer
+from dspark_core.train.config import FitConfig
+write, saves = folder.write_state, 0
+def limited(*arguments):
+    global saves
+    saves += 1
+    if saves == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    write(*arguments)
+folder.write_state = limited
+trainer.fit(FitConfig.model_validate_json(sys.argv[1]))
+"""
+
+
+def test_a_full_disk_loses_no_earlier_checkpoint(whole: Path) -> None:
     config = beside(whole, "full")
-    saves = 0
-
-    def write(path: Path, content: Any) -> None:
-        """The second checkpoint finds half the room it needs."""
-        nonlocal saves
-        saves += path.suffix == ".pt"
-        if saves == 2:
-            temporary = path.with_name("half.tmp")
-            temporary.write_bytes(b"half")
-            temporary.unlink()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(path, content)
-
-    original = state.write_atomically
-    with monkeypatch.context() as patch:
-        patch.setattr(state, "write_atomically", write)
-        with pytest.raises(TrainingError, match=r"step 8 cannot be written .* No space left on device; earlier ones"):
-            fit(config)
-    assert [path.name for path in (Path(config.output) / FOLDER).iterdir()] == ["step-00000004.pt"]
+    command = [sys.executable, "-c", FULL, config.model_dump_json()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert re.search(
+        r"TrainingError: the checkpoint of step 8 cannot be written .*; earlier ones are whole", done.stderr
+    )
+    assert [path.name for path in (Path(config.output) / FOLDER).glob("*.pt")] == ["step-00000004.pt"]
     assert_same_run(fit(config), whole)
+
+
+def test_a_kill_between_state_and_draft_leaves_no_run_without_a_draft(whole: Path) -> None:
+    config = beside(whole, "undrafted")
+    folder = fit(config)
+    (folder / "model.safetensors").unlink()
+    assert_same_run(fit(config), whole)
+
+
+def test_other_data_at_the_same_path_does_not_resume_a_run(tmp_path: Path) -> None:
+    fit(settings(tmp_path))
+    write_answers(tmp_path / "answers.jsonl", count=20)
+    with pytest.raises(CheckpointError, match=r"the run was begun with data .*, now it is"):
+        fit(settings(tmp_path))
+
+
+def test_a_start_that_failed_claims_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="mask_token_id is 300"):
+        fit(settings(tmp_path, mask_token_id=300))
+    fit(settings(tmp_path, max_steps=1))
+
+
+def test_a_model_folder_is_not_overwritten(whole: Path) -> None:
+    target = whole.parent / "target"
+    before = (target / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match=r"holds config\.json and no fit\.json: not a run"):
+        fit(settings(whole.parent, "target"))
+    assert (target / "config.json").read_bytes() == before
+
+
+def test_one_process_at_a_time_works_in_a_folder(whole: Path) -> None:
+    config = beside(whole, "taken")
+    with locked(Path(config.output)), pytest.raises(CheckpointError, match="is being written by another process"):
+        fit(config)
+
+
+def test_the_log_after_a_stop_counts_what_the_stopped_run_had_counted(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports every 3 steps, checkpoints every 4: the report of step 6 spans a stop after step 4."""
+    expected = fit(beside(whole, "reports", log_every=3))
+    config = beside(whole, "reports-stopped", log_every=3)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config)
+    assert_same_run(fit(config), expected)
 
 
 def test_only_the_newest_states_are_kept(whole: Path) -> None:

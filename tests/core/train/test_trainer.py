@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from safetensors.torch import load_file
 from dspark_core.checkpoint.load import load_draft, load_target
 from dspark_core.errors import CheckpointError
 from dspark_core.train import trainer
+from dspark_core.train.folder import TrainingError
 from dspark_core.train.optimiser import learning_rate
 from dspark_core.train.ranks import Ranks
 from dspark_core.train.setup import prepare_run
-from dspark_core.train.trainer import TrainingError, fit
+from dspark_core.train.trainer import fit
 from tests.core.train.runs import MASK_ID, log_lines, settings, write_answers
+from tests.tiny import edit_weights
 
 LOSSES = {"loss", "ce", "tv", "confidence_loss"}
 
@@ -119,22 +122,22 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch_saved(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path)
-    original, calls = trainer.make_batch, 0
+    original, calls = trainer._batch, 0
 
     def poisoned(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         batch = original(*arguments)
-        if calls == 6:
+        if calls >= 6:
             batch.last_hidden[:] = value
         return batch
 
-    monkeypatch.setattr(trainer, "make_batch", poisoned)
+    monkeypatch.setattr(trainer, "_batch", poisoned)
     with pytest.raises(TrainingError, match="step 6: the loss is nan"):
         fit(config)
     saved = torch.load(Path(config.output) / "non-finite-step-6-rank-0.pt", weights_only=True)
-    assert saved[0]["names"]
-    assert not saved[0]["last_hidden"].isfinite().any()
+    assert saved["names"]
+    assert not saved["last_hidden"].isfinite().any()
     assert [line["step"] for line in log_lines(Path(config.output))][-1] == 5
 
 
@@ -143,7 +146,7 @@ def test_a_step_without_supervised_tokens_changes_no_weight(tmp_path: Path) -> N
     run = prepare_run(settings(tmp_path), alone())
     before = [p.detach().clone() for p in run.objective.draft.parameters()]
     run.source.examples[:] = [  # type: ignore[index]
-        type(e)(e.id, e.domain, e.token_ids, [False] * len(e.token_ids)) for e in run.source.examples
+        replace(example, supervised=[False] * len(example.token_ids)) for example in run.source.examples
     ]
     tally, norm = trainer._step(run, 0, tmp_path)
     assert norm == 0
@@ -164,6 +167,20 @@ def test_a_step_without_supervised_tokens_changes_no_weight(tmp_path: Path) -> N
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         fit(settings(tmp_path, **changes))
+
+
+def test_data_without_a_window_is_refused(tmp_path: Path) -> None:
+    """Case W3: a run that would learn nothing does not report a loss of 0."""
+    with pytest.raises(CheckpointError, match=r"none of 8 sequences has a window: .* at multiples of 500"):
+        fit(settings(tmp_path, anchor_stride=500))
+
+
+def test_an_initial_draft_with_another_head_is_refused(tmp_path: Path) -> None:
+    first = fit(settings(tmp_path, "first", max_steps=1, save_dtype="float32"))
+    head = load_file(first / "model.safetensors")["lm_head.weight"]
+    edit_weights(first / "model.safetensors", **{"lm_head.weight": head * 1.1})
+    with pytest.raises(CheckpointError, match="its embedding or LM head is not the target's"):
+        fit(settings(tmp_path, "second", init=str(first)))
 
 
 def test_an_initial_draft_of_another_shape_is_refused(tmp_path: Path) -> None:
