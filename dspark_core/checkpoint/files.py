@@ -36,6 +36,7 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another process holds it.
     """
+    path = path.absolute()  # "." has no name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as file:
         try:

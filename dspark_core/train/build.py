@@ -23,6 +23,7 @@ from dspark_core.train.config import FitConfig
 FROZEN = ("embed_tokens.", "lm_head.")
 NUM_TAPS = 5
 _INIT_STD = 0.02
+_W1_RMS = 0.5
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -103,6 +104,7 @@ def build_draft(config: FitConfig, draft_config: DraftConfig, target: TargetMode
     else:
         draft = DraftModel(draft_config)
         _initialise(draft, config.seed)
+        _initialise_head(draft, target.embed_tokens.weight.detach().float(), config.seed)
         draft.embed_tokens.weight = nn.Parameter(target.embed_tokens.weight.detach().float())
         draft.lm_head.weight = nn.Parameter(cast(nn.Linear, target.lm_head).weight.detach().float())
         if config.init_layers == "target":
@@ -140,6 +142,22 @@ def _initialise(draft: DraftModel, seed: int) -> None:
         else:
             std = parameter.shape[1] ** -0.5 if name.startswith("fc.") else _INIT_STD
             nn.init.normal_(parameter, std=std, generator=generator)
+
+
+def _initialise_head(draft: DraftModel, embedding: Tensor, seed: int) -> None:
+    """Start W1 as a random projection of the target's embedding, and W2 at zero.
+
+    Tokens that are alike then share what they teach W2 from the first step on; from small noise each row of W1 would
+    have to be learnt alone, and most tokens are seen rarely.
+    """
+    if draft.markov_head is None:
+        return
+    generator = torch.Generator().manual_seed(derive_key("markov", seed))
+    projection = torch.randn(embedding.shape[1], draft.markov_head.rank, generator=generator)
+    rows = nn.functional.normalize(embedding, dim=-1) @ projection.to(embedding.device)
+    with torch.no_grad():
+        draft.markov_head.markov_w1.weight.copy_(_W1_RMS * rows)
+        cast(nn.Linear, draft.markov_head.markov_w2).weight.zero_()
 
 
 def _copy_layers(draft: DraftModel, target: TargetModel) -> None:

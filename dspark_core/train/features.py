@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -143,7 +143,7 @@ def data_digest(examples: Sequence[Example]) -> str:
     """A short name for what sequences say: their tokens and loss masks, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for example in examples:
-        digest.update(json.dumps([example.id, example.token_ids, example.supervised]).encode())
+        digest.update(json.dumps(astuple(example)).encode())
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from dspark_core.losses import (
     LossInputs,
@@ -130,6 +131,17 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
     assert whole.rows == SLOTS, "the spy sees wide tensors"
 
 
+def test_without_gradients_the_values_are_the_same() -> None:
+    """As in validation: to the last bit, and no product is made for a gradient."""
+    inputs = make_inputs(random_leaves())
+    expected, terms = chunked_loss(inputs, LossWeights(), 10)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        total, parts = chunked_loss(inputs, LossWeights(), 10)
+    assert flops.get_total_flops() == 2 * SLOTS * VOCAB * (WIDTH + RANK + WIDTH), "logits, bias, the target's logits"
+    assert (total, total.requires_grad) == (expected, False)
+    assert all(torch.equal(getattr(parts, f.name), getattr(terms, f.name)) for f in fields(SlotTerms))
+
+
 def test_a_wide_vocabulary() -> None:
     vocab = 150_000
     leaves = random_leaves(3, vocab)
@@ -207,8 +219,7 @@ def test_slot_weights_decay_from_one() -> None:
 @pytest.mark.parametrize("make", [chunked_loss, written_out])
 def test_parts_of_a_batch_add_up_under_one_normaliser(make: Callable[[LossInputs, LossWeights], Any]) -> None:
     """Micro-batches and ranks of any size: a mean over each one's own slots would weigh short ones more."""
-    leaves = random_leaves()
-    inputs = make_inputs(leaves)
+    inputs = make_inputs(random_leaves())
     names = ("hidden", "latent", "confidence_logits", "target_hidden", "target_ids", "weights")
     pieces = [
         replace(inputs, **{name: getattr(inputs, name)[rows] for name in names})

@@ -128,15 +128,19 @@ def test_a_value_of_a_file_is_complained_about_under_its_name_there() -> None:
 
 
 def test_a_complaint_about_several_fields_names_no_flag() -> None:
-    """Shows a bug: the message begins with '--: ', the flag of a field without a name."""
     with pytest.raises(UsageError) as caught:
         build(Pair, {"low": 5})
     assert str(caught.value) == "expected low to be at most high"
 
 
-def test_a_list_that_begins_with_a_negative_number_is_a_value() -> None:
-    """Shows a bug: argparse takes "-1,3" for a flag and says that --layers lacks its argument."""
-    assert parse("--output", "o", "--layers", "-1,3").layers == (-1, 3)
+@pytest.mark.parametrize("text", ["-1,3", "-1", "-2,-1"])
+def test_a_list_that_begins_with_a_negative_number_is_a_value(text: str) -> None:
+    """argparse takes "-1,3" for a flag, and would say that --layers lacks its argument."""
+    expected = tuple(map(int, text.split(",")))
+    for argv in (["--layers", text], [f"--layers={text}"]):
+        assert parse(*argv, "--output", "o").layers == expected
+        assert parse("--output", "o", *argv).layers == expected
+    assert complaint("--output", "--layers", text).startswith("argument --output: expected one argument")
 
 
 def test_help_tells_every_field_its_kind_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from dspark_core.checkpoint.files import sync_folder, write_atomically
+from dspark_core.checkpoint.files import locked, sync_folder, write_atomically
 from dspark_core.checkpoint.fingerprint import fingerprint
+from dspark_core.errors import CheckpointError
+from tests.server.http_util import DEADLINE_S
 from tests.tiny import edit_json, tiny_target_folder
+
+ROOT = Path(__file__).parents[3]
 
 
 def writing(content: bytes, error: BaseException | None = None) -> Callable[[IO[bytes]], None]:
@@ -101,6 +108,52 @@ def test_content_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", spy)
     write_atomically(path, writing(b"new"))
     assert seen == [(False, False), (True, True)]
+
+
+def test_what_a_kill_left_is_taken_over(tmp_path: Path) -> None:
+    """Many kills leave one file beside the other, not many, and nothing of it gets into the next."""
+    path = tmp_path / "x"
+    (tmp_path / ".x.tmp").write_bytes(b"a long half")
+    write_atomically(path, writing(b"new"))
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_locked_path_is_refused_to_others_until_it_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x"
+    for _ in range(2):
+        with locked(path):
+            assert not path.exists(), "the lock is a file beside it"
+            for _ in range(2):
+                with (
+                    pytest.raises(CheckpointError, match="is being written by another process") as caught,
+                    locked(path),
+                ):
+                    pass
+                assert str(path) in str(caught.value)
+            with locked(tmp_path / "new" / "y"):
+                pass
+    with pytest.raises(KeyboardInterrupt), locked(path):
+        raise KeyboardInterrupt
+    with locked(path):
+        pass
+
+
+def test_a_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
+    """Also when it is killed and cannot clean up."""
+    code = "import sys, time; from pathlib import Path; from dspark_core.checkpoint.files import locked\n"
+    code += "with locked(Path(sys.argv[1])): print(flush=True); time.sleep(3600)"
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "x"], stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"\n", "it holds the lock"
+            with pytest.raises(CheckpointError, match="another process"), locked(tmp_path / "x"):
+                pass
+        finally:
+            holder.kill()
+        assert holder.wait(DEADLINE_S) == -signal.SIGKILL
+    with locked(tmp_path / "x"):
+        pass
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

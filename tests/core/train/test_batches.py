@@ -10,17 +10,16 @@ from torch import Tensor
 
 from dspark_core.train.batches import (
     VALIDATION_STRIDE,
-    Batch,
     Order,
+    Rows,
     VocabSample,
     choose_anchors,
-    make_batch,
+    make_rows,
     validation_anchors,
 )
 from dspark_core.train.config import FitConfig
 from dspark_core.train.data import Example
 from dspark_core.train.features import States
-from dspark_core.windows import make_windows
 
 TAPPED, HIDDEN = 6, 3
 
@@ -28,7 +27,7 @@ TAPPED, HIDDEN = 6, 3
 def example(name: str, size: int, prompt: int = 2) -> Example:
     """Token ids count up from a hundred of their own, so that they tell where they came from."""
     first = 100 * (ord(name) - ord("a") + 1)
-    return Example(f"{name}-0", "all", list(range(first, first + size)), [k >= prompt for k in range(size)])
+    return Example(f"{name}-0", "all", name, list(range(first, first + size)), [k >= prompt for k in range(size)])
 
 
 def states_of(sequence: Example, dtype: torch.dtype = torch.float32) -> States:
@@ -121,71 +120,90 @@ def test_strides_and_validation_place_the_same_windows_always() -> None:
     assert validation_anchors(sequence, 4).tolist() == list(range(VALIDATION_STRIDE, 48, VALIDATION_STRIDE))
 
 
-def batch_of(names: str, sizes: list[int], anchors: list[list[int]], row_tokens: int | None) -> Batch:
+def rows_of(names: str, sizes: list[int], anchors: list[list[int]], row_tokens: int | None) -> Rows:
     examples = [example(name, size) for name, size in zip(names, sizes, strict=True)]
-    places = [torch.tensor(anchor, dtype=torch.int64) for anchor in anchors]
-    return make_batch(examples, [states_of(e) for e in examples], places, row_tokens)
+    rows = make_rows(examples, [torch.tensor(anchor, dtype=torch.int64) for anchor in anchors], row_tokens)
+    check_rows(rows, examples)
+    return rows
 
 
-def check_rows(batch: Batch) -> None:
-    """States lie beside their tokens, and what is no token is nothing at all."""
-    ids = batch.input_ids.unsqueeze(-1)
+def check_rows(rows: Rows, examples: list[Example]) -> None:
+    """What is no token is nothing at all, and states lie beside their tokens."""
+    assert not rows.loss_mask[rows.input_ids == 0].any()
+    assert not rows.anchors[~rows.keep].any()
+    assert rows.names == [e.id for e in examples]
+    for (row, start), sequence in zip(rows.places, examples, strict=True):
+        assert rows.input_ids[row, start : start + len(sequence.token_ids)].tolist() == sequence.token_ids
+    batch = rows.with_states([states_of(e) for e in examples], torch.device("cpu"))
+    ids = rows.input_ids.unsqueeze(-1)
     assert torch.equal(batch.features, ids.expand(-1, -1, TAPPED).to(torch.bfloat16))
     assert torch.equal(batch.last_hidden, ids.expand(-1, -1, HIDDEN).float())
-    assert not batch.loss_mask[batch.input_ids == 0].any()
-    assert not batch.anchors[~batch.keep].any()
 
 
 def test_one_sequence_a_row_is_padded_at_the_end() -> None:
-    batch = batch_of("ab", [5, 3], [[2, 3], [2]], None)
-    assert batch.input_ids.tolist() == [[100, 101, 102, 103, 104], [200, 201, 202, 0, 0]]
-    assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
-    assert batch.sequence_starts.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 3, 4]]
-    assert batch.anchors.tolist() == [[2, 3], [2, 0]]
-    assert batch.keep.tolist() == [[True, True], [True, False]]
-    assert batch.names == ["a-0", "b-0"]
-    check_rows(batch)
+    rows = rows_of("ab", [5, 3], [[2, 3], [2]], None)
+    assert rows.input_ids.tolist() == [[100, 101, 102, 103, 104], [200, 201, 202, 0, 0]]
+    assert rows.loss_mask.tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
+    assert rows.sequence_starts.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 3, 4]]
+    assert rows.anchors.tolist() == [[2, 3], [2, 0]]
+    assert rows.keep.tolist() == [[True, True], [True, False]]
+    assert rows.places == [(0, 0), (1, 0)]
 
 
 def test_sequences_share_a_row_as_long_as_there_is_room() -> None:
-    batch = batch_of("abcd", [5, 3, 4, 2], [[2, 3], [], [2], [0]], 9)
-    assert batch.input_ids.tolist() == [
+    rows = rows_of("abcd", [5, 3, 4, 2], [[2, 3], [], [2], [0]], 9)
+    assert rows.input_ids.tolist() == [
         [100, 101, 102, 103, 104, 200, 201, 202],
         [300, 301, 302, 303, 400, 401, 0, 0],
     ]
-    assert batch.sequence_starts.tolist() == [[0, 0, 0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 4, 4, 6, 7]]
-    assert batch.anchors.tolist() == [[2, 3], [2, 4]]
-    assert batch.keep.all()
-    check_rows(batch)
+    assert rows.sequence_starts.tolist() == [[0, 0, 0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 4, 4, 6, 7]]
+    assert rows.anchors.tolist() == [[2, 3], [2, 4]]
+    assert rows.keep.all()
+    assert rows.places == [(0, 0), (0, 5), (1, 0), (1, 4)]
 
 
 def test_a_row_that_is_exactly_full_takes_no_more() -> None:
-    assert batch_of("abc", [5, 4, 1], [[], [], []], 9).input_ids.shape == (2, 9)
+    assert rows_of("abc", [5, 4, 1], [[], [], []], 9).input_ids.shape == (2, 9)
 
 
 def test_sequences_without_windows_have_one_that_is_not_kept() -> None:
-    batch = batch_of("a", [5], [[]], None)
-    assert (batch.anchors.tolist(), batch.keep.tolist()) == ([[0]], [[False]])
+    rows = rows_of("a", [5], [[]], None)
+    assert (rows.anchors.tolist(), rows.keep.tolist()) == ([[0]], [[False]])
 
 
-def supervised_labels(batch: Batch) -> list[int]:
-    windows = make_windows(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, 4, batch.sequence_starts)
+def supervised_labels(rows: Rows) -> list[int]:
+    windows = rows.windows(4)
     labels: Tensor = windows.target_ids[windows.eval_mask]
     return sorted(labels.tolist())
+
+
+def test_windows_of_rows_supervise_what_follows_their_anchors() -> None:
+    """Up to the end of the sequence, and nothing in the window that is not kept."""
+    assert supervised_labels(rows_of("ab", [9, 4], [[2, 6], [2]], None)) == [103, 104, 105, 106, 107, 108, 203]
 
 
 @pytest.mark.parametrize("row_tokens", [21, 64])
 def test_rows_of_several_sequences_supervise_what_each_alone_does(row_tokens: int) -> None:
     sizes, anchors = [16, 9, 12, 7], [[3, 9, 14], [4, 7], [2, 3], [5]]
-    packed = batch_of("abcd", sizes, anchors, row_tokens)
-    alone = [batch_of(name, [size], [a], None) for name, size, a in zip("abcd", sizes, anchors, strict=True)]
+    packed = rows_of("abcd", sizes, anchors, row_tokens)
+    alone = [rows_of(name, [size], [a], None) for name, size, a in zip("abcd", sizes, anchors, strict=True)]
     assert len(packed.input_ids) < 4
-    assert supervised_labels(packed) == sorted(label for batch in alone for label in supervised_labels(batch))
+    assert supervised_labels(packed) == sorted(label for rows in alone for label in supervised_labels(rows))
 
 
-def test_moving_a_batch_moves_its_tensors_and_keeps_its_names() -> None:
-    batch = batch_of("ab", [5, 3], [[2], [2]], None)
-    moved = batch.to(torch.device("meta"))
-    assert {v.device.type for v in vars(moved).values() if isinstance(v, Tensor)} == {"meta"}
-    assert moved.names == batch.names
-    assert moved.input_ids.shape == batch.input_ids.shape
+def test_a_batch_is_on_the_device_and_keeps_its_names() -> None:
+    sequences = [example("a", 5), example("b", 3)]
+    rows = rows_of("ab", [5, 3], [[2], [2]], None)
+    batch = rows.with_states([states_of(e, torch.float16) for e in sequences], torch.device("meta"))
+    tensors = [v for v in (*vars(batch.rows).values(), batch.features, batch.last_hidden) if isinstance(v, Tensor)]
+    assert len(tensors) == 7
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert (batch.features.dtype, batch.last_hidden.dtype) == (torch.bfloat16, torch.float16), "as the states have it"
+    assert (batch.rows.names, batch.rows.places) == (rows.names, rows.places)
+    assert rows.input_ids.device.type == "cpu", "the rows stay as they were"
+
+
+def test_fewer_states_than_sequences_are_refused() -> None:
+    rows = rows_of("ab", [5, 3], [[2], [2]], None)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        rows.with_states([states_of(example("a", 5))], torch.device("cpu"))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.errors import CheckpointError, RequestError
-from dspark_core.train.data import Example, conversation, load_examples, split_holdout
+from dspark_core.errors import CheckpointError
+from dspark_core.train.data import Example, RewritingTemplateError, conversation, load_examples, split_holdout
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer, write_json
 
 VOCAB = 259
@@ -61,8 +61,7 @@ def supervised_text(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> tup
 
 def test_of_a_generated_record_the_response_alone_is_supervised(load: Load) -> None:
     (example,) = load(answer("a-0", [5, 6, 7], [8, 9], temperature=1.0, finish_reason="stop", messages=[QUESTION]))
-    assert example == Example("a-0", "math", [5, 6, 7, 8, 9], [False, False, False, True, True])
-    assert example.prompt == "a"
+    assert example == Example("a-0", "math", "5,6,7", [5, 6, 7, 8, 9], [False, False, False, True, True])
 
 
 def test_an_answer_is_supervised_with_its_end_and_nothing_else_is(tokenizer: Tokenizer) -> None:
@@ -103,11 +102,33 @@ def test_the_prompt_of_a_conversation_is_what_the_server_would_send(tokenizer: T
     ],
     ids=["drops thoughts", "counts turns", "opens otherwise"],
 )
-def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, tmp_path: Path) -> None:
+def test_conversations_of_a_template_that_rewrites_earlier_turns_are_left_out(
+    template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = tokenizer_with(tmp_path / "model", template)
-    thought = {"role": "assistant", "content": "thought/cd"}
-    with pytest.raises(RequestError, match=r"the chat template rewrites what comes before messages\[1\]"):
-        conversation(tokenizer, [QUESTION, thought, QUESTION, ANSWER])
+    messages = [QUESTION, {"role": "assistant", "content": "thought/cd"}, QUESTION, ANSWER]
+    with pytest.raises(RewritingTemplateError, match="the chat template rewrites earlier turns of a conversation"):
+        conversation(tokenizer, messages)
+    path, lines = tmp_path / "data.jsonl", [{"messages": messages}, answer("a", [2], [3, 4]), {"messages": messages}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with caplog.at_level(logging.WARNING):
+        found = load_examples([path], tokenizer, vocab_size=VOCAB, max_length=64, min_supervised=2)
+    assert [example.id for example in found] == ["a"]
+    assert caplog.messages == ["2 sequences left out: the chat template rewrites earlier turns of a conversation"]
+
+
+def test_what_a_template_writes_after_the_end_of_a_turn_is_not_supervised(tmp_path: Path) -> None:
+    """Such as the line break that follows it in the templates of Qwen3: no target says it."""
+    tokenizer = tokenizer_with(tmp_path / "model", CHAT_TEMPLATE.replace("<|end|>", "<|end|>\n"))
+    whole, supervised = supervised_text(tokenizer, [QUESTION, ANSWER, QUESTION, ANSWER])
+    assert whole.endswith("cd<|end|>\n<|start|>user:ab<|end|>\n<|start|>assistant:cd<|end|>\n")
+    assert re.findall(r"[^.]+", supervised) == ["cd<|end|>"] * 2
+
+
+def test_turns_without_an_end_are_supervised_to_where_the_next_begins(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path / "model", CHAT_TEMPLATE.replace("<|end|>", "/"))
+    _, supervised = supervised_text(tokenizer, [QUESTION, ANSWER, QUESTION, ANSWER])
+    assert re.findall(r"[^.]+", supervised) == ["cd/"] * 2
 
 
 @pytest.mark.parametrize(
@@ -115,6 +136,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(template: str, tmp_pa
     [
         ({"messages": [QUESTION]}, "no assistant message"),
         ({"messages": []}, "no assistant message"),
+        ({"messages": [ANSWER]}, "the conversation has an assistant message before any other, expected answers that "),
+        ({"messages": [ANSWER, QUESTION, ANSWER]}, "the conversation has an assistant message before any other"),
         ({"messages": [QUESTION, "cd", ANSWER]}, r"messages\[1\] must be an object"),
         ({"messages": [{"role": "robot", "content": "x"}, ANSWER]}, r"messages\[0\].role is 'robot'"),
         ({"messages": "ab"}, "key 'messages' is 'ab', expected list"),
@@ -134,12 +157,6 @@ def test_a_line_that_cannot_be_used_is_named(line: dict[str, Any], message: str,
     assert "data.jsonl line 2" in str(caught.value)
 
 
-def test_an_answer_to_nothing_is_refused(load: Load) -> None:
-    """Shows a bug: the conversation begins with the assistant, and the error asks for at least one message."""
-    with pytest.raises(CheckpointError, match=r"line 1: .*messages\[0\]"):
-        load({"messages": [ANSWER]})
-
-
 def test_too_short_sequences_are_counted_and_left_out(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     lines = [answer("a", [2], [3]), answer("b", [2], [3, 4]), answer("c", [2] * 9, [3, 4]), answer("d", [2], [])]
     with caplog.at_level(logging.WARNING):
@@ -156,7 +173,7 @@ def test_nothing_left_is_an_error_that_names_the_files(load: Load) -> None:
 
 def test_long_sequences_are_cut(load: Load) -> None:
     (example,) = load(answer("a", [2, 3], [4] * 20), max_length=5)
-    assert example == Example("a", "math", [2, 3, 4, 4, 4], [False, False, True, True, True])
+    assert example == Example("a", "math", "2,3", [2, 3, 4, 4, 4], [False, False, True, True, True])
 
 
 def test_files_keep_their_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -169,21 +186,22 @@ def test_files_keep_their_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_lines_without_ids_get_different_ones(load: Load) -> None:
     examples = load({"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER]})
-    assert len({example.prompt for example in examples}) == 2
+    assert [example.id.rpartition("/")[2] for example in examples] == ["data.jsonl line 1", "data.jsonl line 2"]
+    assert [example.prompt for example in examples] == [example.id for example in examples]
     assert {example.domain for example in examples} == {"all"}
 
 
 def test_lines_without_ids_of_two_files_of_one_name_get_different_ones(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Shows a bug: the id that stands in holds the file's name and not its folder, and then "came before"."""
     paths = [tmp_path / name / "data.jsonl" for name in ("math", "code")]
     for path in paths:
         path.parent.mkdir()
         path.write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
-    assert len(load_examples(paths, tokenizer, vocab_size=VOCAB, max_length=64, min_supervised=2)) == 2
+    found = load_examples(paths, tokenizer, vocab_size=VOCAB, max_length=64, min_supervised=2)
+    assert [example.id for example in found] == [f"{path} line 1" for path in paths]
 
 
 def test_all_answers_to_one_prompt_are_on_one_side() -> None:
-    examples = [Example(f"p-{n}-{k}", "a", [], []) for n in range(200) for k in range(3)]
+    examples = [Example(f"{k}-{n}", "a", f"p{n}", [], []) for n in range(200) for k in range(3)]
     training, validation = split_holdout(examples, 0.2, seed=0)
     assert sorted(training + validation) == list(range(600))
     sides = [{examples[i].prompt for i in side} for side in (training, validation)]
@@ -194,7 +212,7 @@ def test_all_answers_to_one_prompt_are_on_one_side() -> None:
 
 def test_the_side_of_a_prompt_depends_on_its_name_and_the_seed_alone() -> None:
     """More data, or data in another order, moves nothing from training to validation."""
-    examples = [Example(f"{n}-0", "a", [], []) for n in range(100)]
+    examples = [Example(f"{n}-0", "a", str(n), [], []) for n in range(100)]
     held = {examples[i].id for i in split_holdout(examples, 0.3, seed=0)[1]}
     mixed = Random(0).sample(examples, 60)
     assert {mixed[i].id for i in split_holdout(mixed, 0.3, seed=0)[1]} == held & {e.id for e in mixed}

@@ -86,7 +86,9 @@ def test_an_empty_file_may_be_begun_with_other_settings(begun: Path) -> None:
 def test_a_file_of_somebody_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "theirs.jsonl"
     path.write_bytes(b'{"id": "a"}\n{"to')
-    with pytest.raises(CheckpointError, match=r"theirs\.jsonl\.settings\.json does not exist"):
+    with pytest.raises(
+        CheckpointError, match=r"theirs\.jsonl\.settings\.json is missing: .*theirs\.jsonl is not an output"
+    ):
         resume_records(path, SETTINGS)
     assert path.read_bytes() == b'{"id": "a"}\n{"to'
 
@@ -106,6 +108,8 @@ def test_a_malformed_line_in_the_middle_is_not_taken_for_a_torn_one(begun: Path)
         (b'{"a": 1}\n{"a": 1} {"a": 2}\n', r"x\.jsonl line 2 cannot be read as JSON"),
         (b"[" * 100_000, r"x\.jsonl line 1 cannot be read as JSON"),
         (b'{"a": "\xff"}\n', r"x\.jsonl cannot be read"),
+        (b'{"a": 1}\n{"a": ["\\ud800"]}\n', r"x\.jsonl line 2 holds half a surrogate pair, expected valid Unicode"),
+        (b'{"\\udc00\\ud800": 1}\n', r"x\.jsonl line 1 holds half a surrogate pair"),
     ],
 )
 def test_a_malformed_line_is_named(content: bytes, message: str, tmp_path: Path) -> None:
@@ -113,6 +117,11 @@ def test_a_malformed_line_is_named(content: bytes, message: str, tmp_path: Path)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         list(read_lines(path))
+
+
+def test_a_whole_pair_of_escapes_is_one_character(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": "\\ud83d\\ude00 \\u00e9 \\\\ud800"}\n')
+    assert [keys.values for keys in read_lines(tmp_path / "x.jsonl")] == [{"a": "\U0001f600 \xe9 \\ud800"}]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -141,7 +150,8 @@ def test_prompts_are_conversations_with_a_domain(tmp_path: Path) -> None:
         ({"prompt": "p", "messages": [{}]}, "line 3: expected exactly one of 'prompt' and 'messages'"),
         ({"prompt": ["p"]}, r"line 3: key 'prompt' is \['p'\], expected str"),
         ({"messages": "m"}, "line 3: key 'messages' is 'm', expected list"),
-        ({"messages": []}, "line 3: .*messages"),  # shows a bug: it says that 'prompt' is missing
+        ({"messages": []}, "line 3: key 'messages' is empty, expected at least one message"),
+        ({"prompt": "p", "messages": []}, "line 3: expected exactly one of 'prompt' and 'messages'"),
         ({"prompt": "p", "domain": 3}, "line 3: key 'domain' is 3, expected str"),
     ],
 )

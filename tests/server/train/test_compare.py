@@ -102,8 +102,17 @@ def test_an_arm_changes_only_what_it_says(arm: str) -> None:
     config = CompareConfig(data=("d",), prompts="p", output="out", limit=3, max_tokens=5, **given)
     found = arm_settings(config, arm)
     assert type(found) is FitConfig
-    expected = {name: getattr(config, name) for name in FitConfig.model_fields}
+    expected = {name: getattr(config, name) for name in FitConfig.model_fields} | ARMS["paper"]
     assert found.model_dump() == expected | ARMS[arm] | {"output": f"out/{arm}"}
+
+
+def test_arms_differ_from_the_paper_s_losses_whatever_the_file_says() -> None:
+    """A preset with a decay of 4 would otherwise make the same run of "paper" and "decay_4"."""
+    config = CompareConfig(data=("d",), prompts="p", output="out", loss_decay=4.0, ce_weight=0.7)
+    paper, decay, dflash = (arm_settings(config, arm) for arm in ("paper", "decay_4", "dflash"))
+    assert (paper.ce_weight, paper.tv_weight, paper.confidence_weight, paper.decay) == (0.1, 0.9, 1.0, 7)
+    assert (decay.ce_weight, decay.decay) == (0.1, 4.0)
+    assert (dflash.ce_weight, dflash.decay) == (0.1, 7)
 
 
 def test_arms_differ_from_each_other() -> None:
@@ -111,6 +120,12 @@ def test_arms_differ_from_each_other() -> None:
     found = {arm_settings(config, arm).model_copy(update={"output": ""}).model_dump_json() for arm in ARMS}
     assert len(found) == len(ARMS)
     assert set(DEFAULT_ARMS) <= ARMS.keys()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointError, match="compare runs in one process, found WORLD_SIZE above 1"):
+        compare(CompareConfig(data=("d",), prompts="p", output="out"))
 
 
 def test_an_unknown_arm_is_refused() -> None:
@@ -160,7 +175,7 @@ def refuse(constant: str) -> NoReturn:
 
 def test_files_are_written(config: CompareConfig, result: dict[str, Any]) -> None:
     output = Path(config.output)
-    assert {path.name for path in output.iterdir()} == FILES | set(config.arms)
+    assert {path.name for path in output.iterdir() if path.suffix != ".lock"} == FILES | set(config.arms)
     assert json.loads((output / "compare.json").read_text(), parse_constant=refuse) == result
     assert (output / "compare.png").read_bytes().startswith(b"\x89PNG")
     rows = [line.split("|")[1:-1] for line in (output / "compare.md").read_text().splitlines() if "|" in line]
@@ -193,12 +208,14 @@ def test_arms_start_from_the_same_settings(config: CompareConfig, result: dict[s
 
 
 def test_a_second_comparison_trains_nothing_again(config: CompareConfig, result: dict[str, Any]) -> None:
-    def trained() -> dict[Path, tuple[int, bytes]]:
-        paths = sorted(Path(config.output).glob("*/model.safetensors")) + sorted(Path(config.output).glob("*/state/*"))
-        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+    """Drafts are written once more, in case a kill came before; states and logs are not touched."""
+
+    def trained() -> tuple[dict[Path, bytes], dict[Path, int]]:
+        drafts, states = (list(Path(config.output).glob(f"*/{name}")) for name in ("model.safetensors", "state/*"))
+        return {path: path.read_bytes() for path in drafts}, {path: path.stat().st_mtime_ns for path in states}
 
     before = trained()
-    assert len(before) == 4
+    assert [len(files) for files in before] == [2, 2]
     assert compare(config) == result
     assert trained() == before
 

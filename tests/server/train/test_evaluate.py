@@ -217,7 +217,16 @@ def test_batches_seeds_and_limits(models: Path) -> None:
 
 
 def test_figures_are_not_lost_to_a_folder_that_is_missing(models: Path, tmp_path: Path) -> None:
-    """Shows a bug: after the whole measurement the file cannot be written, which ends in a trace."""
     path, given = tmp_path / "new" / "x.json", ["--ckpt", str(models / "draft"), "--target", str(models / "target")]
-    code = cli.main(["eval", *given, "--prompts", str(models / "prompts.jsonl"), "--json", str(path), "--limit", "1"])
-    assert code == 1 or path.exists()
+    given += ["--prompts", str(models / "prompts.jsonl"), "--limit", "1"]
+    assert cli.main(["eval", *given, "--json", str(path)]) == 0
+    assert list(json.loads(path.read_text())) == ["a", "b"]
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_the_measurement(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("server.train.evaluate.load_engine", None)
+    prompts = str(models / "prompts.jsonl")
+    assert cli.main(["eval", "--prompts", prompts, "--json", f"{prompts}/x.json"]) == 1
+    assert capsys.readouterr() == ("", f"dspark-train: error: {prompts}: File exists\n")

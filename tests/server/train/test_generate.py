@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dspark_core.checkpoint.files import locked
 from dspark_core.checkpoint.load import load_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import CheckpointError
@@ -179,9 +180,7 @@ def test_other_settings_are_refused(config: GenerateConfig) -> None:
 def test_long_prompts_are_left_out_with_a_warning(config: GenerateConfig, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert generate(changed(config, max_prompt_tokens=40)) == 8
-    left_out = [message for message in caplog.messages if "left out: its prompt has 48 tokens" in message]
-    assert len(left_out) == 4
-    assert "expected at most 40 (--max-prompt-tokens)" in left_out[0]
+    assert caplog.messages == ["4 answers left out: their prompts have more than 40 tokens (--max-prompt-tokens)"]
 
 
 def test_repeated_prompts_are_answered_once(config: GenerateConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,6 +194,7 @@ def test_answers_are_training_data(config: GenerateConfig, target: Path) -> None
     tokenizer = Tokenizer.from_folder(target)
     examples = load_examples([Path(config.output)], tokenizer, vocab_size=259, max_length=200, min_supervised=1)
     assert {example.id for example in examples} == found.keys()
+    assert len({example.prompt for example in examples}) == len(PROMPTS), "answers to one prompt are held out together"
     for example in examples:
         response = [i for i, on in zip(example.token_ids, example.supervised, strict=True) if on]
         assert response == found[example.id]["response_ids"]
@@ -205,21 +205,23 @@ def test_answers_are_training_data(config: GenerateConfig, target: Path) -> None
     [
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": ["x"]},
-        {"prompt": "half a pair: \ud800"},  # shows a bug: UnicodeEncodeError
-        {"prompt": "x", "domain": "\ud800"},  # shows a bug: UnicodeEncodeError, after the answer was made
+        {"prompt": "half a pair: \ud800"},
+        {"prompt": "x", "domain": "\ud800"},
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_exit_code_1(
     prompt: dict[str, Any], config: GenerateConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_prompts(Path(config.prompts).parent, [prompt])
+    """All prompts are looked at before the first answer: nobody waits for hours, and then for nothing."""
+    write_prompts(Path(config.prompts).parent, [*PROMPTS, prompt])
     given = ["--prompts", config.prompts, "--output", config.output, "--target", config.target]
     assert cli.main(["generate", *given, "--max-prompt-tokens", "100", "--max-tokens", "4"]) == 1
-    assert "prompts.jsonl" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"dspark-train: error: {config.prompts}")
+    assert not Path(config.output).exists() or Path(config.output).read_bytes() == b""
 
 
 def test_a_prompt_outside_the_vocabulary_is_named(config: GenerateConfig, tmp_path: Path) -> None:
-    """Shows a bug: a tokenizer that knows more than the model has rows (so do some on the hub) ends in a trace."""
+    """Of a tokenizer that knows more than the model has rows; so do some on the hub."""
     folder = tiny_target_folder(tmp_path, vocab_size=120, tokenizer_size=258)
     write_prompts(tmp_path, [{"prompt": "é"}])
     with pytest.raises(CheckpointError, match=r"prompts\.jsonl: a prompt cannot be used: .*vocabulary"):
@@ -229,6 +231,16 @@ def test_a_prompt_outside_the_vocabulary_is_named(config: GenerateConfig, tmp_pa
 def test_an_output_that_cannot_be_written_is_exit_code_1(
     config: GenerateConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Shows a bug: a folder that is a file, or may not be written, ends in a trace; for `fit --output` as well."""
-    assert cli.main(["generate", "--prompts", config.prompts, "--output", f"{config.prompts}/o"]) == 1
-    assert capsys.readouterr().err.startswith("dspark-train: error: ")
+    """A folder that is a file; for `fit` as well."""
+    for given in (["generate", "--prompts"], ["fit", "--data"]):
+        assert cli.main([*given, config.prompts, "--output", f"{config.prompts}/o"]) == 1
+        assert capsys.readouterr().err == f"dspark-train: error: {config.prompts}: File exists\n"
+
+
+def test_two_processes_do_not_write_one_file(config: GenerateConfig) -> None:
+    with (
+        locked(Path(config.output)),
+        pytest.raises(CheckpointError, match=r"answers\.jsonl is being written by another"),
+    ):
+        generate(config)
+    assert generate(config) == 12
