@@ -63,7 +63,7 @@ class FitConfig(Settings):
     enable_confidence_head: bool = setting(True, "draft", "train a confidence head")
     confidence_head_with_markov: bool = setting(True, "draft", "let it see the previous token (ignored with rank 0)")
     init_layers: Literal["random", "target"] = setting(
-        "random", "draft", "start the backbone's layers at random, or as copies of the target's"
+        "random", "draft", "start a fresh backbone's layers at random, or as copies of the target's"
     )
 
     max_length: int = setting(
