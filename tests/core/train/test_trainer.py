@@ -207,3 +207,16 @@ def test_epochs_make_the_number_of_steps(tmp_path: Path) -> None:
     write_answers(tmp_path / "answers.jsonl", count=20)
     config = settings(tmp_path, max_steps=None, epochs=3, batch_size=2, accumulation=2, holdout=0.0)
     assert prepare_run(config, alone()).num_steps == 15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_on_cuda(compiled: bool, tmp_path: Path) -> None:
+    """bfloat16 by default there; the loss falls as on a CPU, the draft is written, and the run resumes."""
+    config = settings(tmp_path, "cuda", device="cuda", compile=compiled, max_steps=30, save_every=15)
+    folder = fit(config)
+    cpu = fit(settings(tmp_path, "cpu", max_steps=30, save_every=15))
+    assert losses(folder)[-1] == pytest.approx(losses(cpu)[-1], rel=0.1)  # bfloat16 takes another path
+    (folder / "state" / "step-00000030.pt").unlink()
+    fit(config)
+    load_draft(folder, load_target(tmp_path / "target"))
