@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS = "fit.json"
 # What may change when a run is resumed: nothing that its weights depend on.
-_FREE = {"output", "log_every", "save_every", "keep", "device", "save_dtype", "save_embeddings"}
+_FREE = {"output", "log_every", "eval_every", "save_every", "keep", "device", "save_dtype", "save_embeddings"}
 
 
 class TrainingError(RunError):

@@ -66,5 +66,7 @@ class Ranks:
             return DistributedDataParallel(objective, device_ids=ids)
         for layer in objective.draft.layers:
             fully_shard(layer)
-        fully_shard(objective)
+        # Embedding and LM head are frozen: gathering them in every step would cost more than they take.
+        frozen = {parameter for parameter in objective.parameters() if not parameter.requires_grad}
+        fully_shard(objective, ignored_params=frozen)
         return objective
