@@ -108,7 +108,7 @@ def check_texts(client: httpx.Client) -> None:
     whole = client.post("/generate", json=QUESTION).json()
     assert len(whole["text"]) > 40
     assert whole["usage"]["completion_tokens"] == len(whole["token_ids"]) <= 48
-    assert whole["speculation"]["acceptance_length"] > 1.2
+    assert whole["speculation"]["acceptance_length"] > 1.1  # a draft that is misaligned or not loaded is near 1.0
     parts = list(events(client, QUESTION))
     assert len(parts) > 3
     assert "".join(part["text"] for part in parts) == whole["text"]

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark_core.checkpoint.load import load_draft, load_target, shares_head
-from dspark_core.checkpoint.references import DEMO_DRAFT
 from dspark_core.checkpoint.save import draft_config_json, save_draft
 from dspark_core.config import DraftConfig, read_draft_config, read_target_config
 from dspark_core.draft.backbone import DraftModel
@@ -37,6 +36,8 @@ OWN_KEYS = {
     "layer_types",
     "tie_word_embeddings",
 }
+
+DEEPSPEC_CONFIG = Path(__file__).parents[2] / "data" / "deepspec-draft" / "config.json"
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_the_name_of_the_target_is_told_where_there_is_one(target_folder: Path) 
 
 
 def test_config_has_every_key_of_a_draft_that_deepspec_s_own_code_wrote(target_folder: Path) -> None:
-    reference = json.loads((DEMO_DRAFT / "config.json").read_text())
+    reference = json.loads(DEEPSPEC_CONFIG.read_text())
     values = draft_config_json(trained(target_folder).config, target_folder, {"num_anchors": 16})
     # Written by save_draft; the version of a library we do not use; and what the tiny target does not say.
     elsewhere = {"dtype", "transformers_version", "initializer_range", "pad_token_id", "rope_parameters"}

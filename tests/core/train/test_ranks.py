@@ -78,11 +78,16 @@ def run_two(code: str, *arguments: str) -> None:
 @pytest.mark.parametrize("sharding", ["none", "full"])
 @pytest.mark.parametrize("changes", [{}, {"markov_head_type": "rnn", "loss_vocab": 220}])
 def test_two_processes_compute_the_gradients_of_one(sharding: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Four sequences of different lengths a step: the normaliser is over all of them, wherever they are."""
-    alone = prepare_run(settings(tmp_path, batch_size=2, accumulation=2, clip=1e9, **changes), lone_rank())
+    """Four sequences of different lengths a step: the normaliser is over all of them, wherever they are.
+
+    The draft has made some steps: in the first one W2 is zero, and what lies behind it gets no gradient.
+    """
+    started = fit(settings(tmp_path, "started", max_steps=3, **changes))
+    changes = changes | {"clip": 1e9, "init": str(started)}
+    alone = prepare_run(settings(tmp_path, batch_size=2, accumulation=2, **changes), lone_rank())
     alone.optimiser.step = lambda: None  # type: ignore[assignment, misc]
     _, norm = _step(alone, 0, tmp_path)
-    config = settings(tmp_path, batch_size=1, accumulation=2, clip=1e9, sharding=sharding, **changes)
+    config = settings(tmp_path, batch_size=1, accumulation=2, sharding=sharding, **changes)
     run_two(GRADIENTS, config.model_dump_json(), str(tmp_path / "found.pt"))
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     expected = {n: p.grad for n, p in alone.objective.draft.named_parameters() if p.grad is not None}
