@@ -23,7 +23,7 @@ pytestmark = pytest.mark.demo
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 QUESTION = {
-    "messages": [{"role": "user", "content": "Name three rivers of Europe and the seas they flow into."}],
+    "messages": [{"role": "user", "content": "What is 12 times 7? Explain step by step."}],
     "temperature": 0,
     "max_tokens": 48,
 }
@@ -108,7 +108,7 @@ def check_texts(client: httpx.Client) -> None:
     whole = client.post("/generate", json=QUESTION).json()
     assert len(whole["text"]) > 40
     assert whole["usage"]["completion_tokens"] == len(whole["token_ids"]) <= 48
-    assert whole["speculation"]["acceptance_length"] > 1.1  # a draft that is misaligned or not loaded is near 1.0
+    assert whole["speculation"]["acceptance_length"] > 1.5  # 2.14; a draft that is misaligned or not loaded is near 1.0
     parts = list(events(client, QUESTION))
     assert len(parts) > 3
     assert "".join(part["text"] for part in parts) == whole["text"]
