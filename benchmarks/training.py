@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import conditions, require_quiet_machine
-from dspark_core.config import DecoderConfig, DraftConfig
+from dspark_core.checkpoint.references import DEMO_DRAFT
+from dspark_core.config import read_draft_config
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.losses import LossInputs, LossWeights, chunked_loss, slot_terms
-from dspark_core.models.rope import RopeConfig
 from dspark_core.train.batches import Batch, Rows
 from dspark_core.train.objective import Objective
 
@@ -41,26 +41,7 @@ def best_of(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 def make_draft() -> DraftModel:
-    decoder = DecoderConfig(
-        family="qwen3",
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=1536,
-        num_layers=LAYERS,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        norm_eps=1e-5,
-        rope=RopeConfig(),
-        max_position_embeddings=8192,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        tie_word_embeddings=False,
-        sliding_window=None,
-    )
-    draft = DraftModel(DraftConfig(decoder, DRAFT_LEN, (1, 7, 14, 21, 28), 30, 16, RANK, "vanilla", True, True))
+    draft = DraftModel(read_draft_config(DEMO_DRAFT))
     for name, parameter in draft.named_parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.requires_grad_(not name.startswith(("embed_tokens.", "lm_head.")))

@@ -6,6 +6,7 @@ D hidden size, H query heads, G = H / KV heads per key-value head, m tapped laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,13 +197,15 @@ def _check_draft(config: DraftConfig, keys: Keys) -> None:
         )
     if config.decoder.tie_word_embeddings:
         raise CheckpointError(f"{keys.where}: tie_word_embeddings is true, expected false (a draft has its own head)")
-    ids, last = config.target_layer_ids, config.num_target_layers - 1
-    if (
-        not ids
-        or len(set(ids)) < len(ids)
-        or not all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < last for i in ids)
-    ):
+    check_taps(config.target_layer_ids, config.num_target_layers, where=f"{keys.where}: ")
+
+
+def check_taps(ids: Sequence[int], num_layers: int, where: str = "") -> None:
+    """Raise CheckpointError unless these outputs of a target's layers can be tapped."""
+    last = num_layers - 1
+    whole = all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < last for i in ids)
+    if not ids or not whole or len(set(ids)) < len(ids):
         raise CheckpointError(
-            f"{keys.where}: target_layer_ids is {list(ids)}, expected different layer outputs from -1 to {last - 1} "
-            f"(the output of the last of {config.num_target_layers} layers cannot be tapped)"
+            f"{where}target_layer_ids is {list(ids)}, expected different layer outputs from -1 to {last - 1} "
+            f"(the output of the last of {num_layers} layers cannot be tapped)"
         )

@@ -7,8 +7,6 @@ any moment leaves either nothing or the whole.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,12 +15,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+from dspark_core.checkpoint.files import locked, sync
 from dspark_core.checkpoint.gguf_convert import convert_gguf, write_json
 from dspark_core.errors import CheckpointError
 
@@ -84,7 +82,7 @@ def prepare_demo_target(release: DemoRelease = SMOLLM2, cache: Path | None = Non
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_process(folder.with_name(f".{folder.name}.lock")):
+        with locked(folder, on_wait=lambda: _say(f"another process is preparing {folder}; waiting for it")):
             if not _is_whole(folder, release):
                 _build(folder, release)
     except OSError as error:
@@ -109,17 +107,6 @@ def _stamp(sizes: dict[str, int], release: DemoRelease) -> dict[str, Any]:
     return {"converter": CONVERTER_VERSION, "wheel_sha256": release.wheel_sha256, "files": sizes}
 
 
-@contextlib.contextmanager
-def _only_process(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say(f"another process is preparing the demo target in {lock.parent}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _build(folder: Path, release: DemoRelease) -> None:
     """Fetch, convert, publish. The caller holds the lock, so other scratch folders are of dead processes."""
     scratch_prefix = f".{folder.name}.tmp-"
@@ -136,20 +123,12 @@ def _build(folder: Path, release: DemoRelease) -> None:
         sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
         write_json(made / _STAMP, _stamp(sizes, release))
         for path in (*made.iterdir(), made):
-            _sync(path)
+            sync(path)
         if os.path.lexists(folder):
             folder.rename(scratch / "replaced")
         made.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     _say(f"the demo target is ready: {folder}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fetch_gguf(release: DemoRelease, folder: Path) -> Path:

@@ -26,12 +26,15 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Keep other processes from writing `path` meanwhile; the lock goes with the process, also when it is killed.
+
+    Args:
+        on_wait: called before waiting for another process that holds it; without it that is an error.
 
     Raises:
         CheckpointError: another process holds it.
@@ -42,13 +45,16 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"{path} is being written by another process, expected one at a time") from None
+            if on_wait is None:
+                raise CheckpointError(f"{path} is being written by another process, expected one at a time") from None
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file's content, or a folder's renames, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dspark_core.checkpoint.load import load_draft
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.config import DecoderConfig, DraftConfig
+from dspark_core.config import DecoderConfig, DraftConfig, check_taps
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.errors import CheckpointError
 from dspark_core.models.decoder import TargetModel
@@ -65,16 +65,6 @@ def make_config(config: FitConfig, target: DecoderConfig, tokenizer: Tokenizer, 
         confidence_with_markov=with_markov,
         target_name=config.target if config.target.count("/") == 1 and not Path(config.target).exists() else None,
     )
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Raise CheckpointError unless the layer ids can be tapped."""
-    last = num_layers - 1
-    if not taps or len(set(taps)) < len(taps) or not all(-1 <= i < last for i in taps):
-        raise CheckpointError(
-            f"target_layer_ids is {list(taps)}, expected different layer outputs from -1 to {last - 1} "
-            f"(the output of the last of {num_layers} layers cannot be tapped)"
-        )
 
 
 def _mask_token(asked: int | None, vocab_size: int, known: int) -> int:

@@ -17,14 +17,14 @@ from dspark_core.checkpoint.load import load_target
 from dspark_core.checkpoint.references import resolve_target
 from dspark_core.checkpoint.save import draft_config_json
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.config import DraftConfig
+from dspark_core.config import DraftConfig, check_taps
 from dspark_core.devices import find_device, find_dtype
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.errors import CheckpointError
 from dspark_core.losses import LossWeights
 from dspark_core.models.decoder import TargetModel
 from dspark_core.train.batches import Order, VocabSample, choose_anchors
-from dspark_core.train.build import FROZEN, build_draft, check_taps, default_taps, feature_scale, make_config
+from dspark_core.train.build import FROZEN, build_draft, default_taps, feature_scale, make_config
 from dspark_core.train.config import FeaturesConfig, FitConfig
 from dspark_core.train.data import Example, load_examples, split_holdout
 from dspark_core.train.features import TargetStates, cache_bytes, data_digest, require_space, write_cache
@@ -84,7 +84,7 @@ def prepare_run(config: FitConfig, ranks: Ranks) -> Run:
     draft = build_draft(config, draft_config, target)
     head = cast(nn.Linear, target.lm_head).weight.detach().to(_compute_dtype(config.precision, ranks.device))
     if isinstance(source, OnlineSource):
-        target.prepare(max_positions=min(config.max_length, target.config.context_limit))
+        target.prepare(max_positions=_limit(config, target))
     training, validation = split_holdout(source.examples, config.holdout, config.seed)
     training = _with_windows(source.examples, training, config)
     scale = _measure_scale(source, training).to(ranks.device)
@@ -155,14 +155,23 @@ def _open_source(config: FitConfig, folder: Path, target: TargetModel, tokenizer
                 f"target_layer_ids is {list(config.target_layer_ids)}"
             )
         return source
-    examples = load_examples(
+    examples = _examples(config, target, tokenizer)
+    return OnlineSource(examples, target, config.target_layer_ids or default_taps(target.config.num_layers))
+
+
+def _examples(config: FitConfig | FeaturesConfig, target: TargetModel, tokenizer: Tokenizer) -> list[Example]:
+    return load_examples(
         map(Path, config.data),
         tokenizer,
         vocab_size=target.config.vocab_size,
-        max_length=min(config.max_length, target.config.context_limit),
-        min_supervised=2,
+        max_length=_limit(config, target),
+        min_supervised=2,  # an anchor and its first label
     )
-    return OnlineSource(examples, target, config.target_layer_ids or default_taps(target.config.num_layers))
+
+
+def _limit(config: FitConfig | FeaturesConfig, target: TargetModel) -> int:
+    """Where sequences are cut."""
+    return min(config.max_length, target.config.context_limit)
 
 
 def _check_mask_token(config: DraftConfig, examples: Sequence[Example]) -> None:
@@ -205,21 +214,14 @@ def cache_features(config: FeaturesConfig) -> Path:
     folder = resolve_target(config.target)
     target = load_target(folder, dtype=find_dtype(config.dtype, device), device=device)
     check_taps(config.target_layer_ids, target.config.num_layers)
-    limit = min(config.max_length, target.config.context_limit)
-    examples = load_examples(
-        map(Path, config.data),
-        Tokenizer.from_folder(folder),
-        vocab_size=target.config.vocab_size,
-        max_length=limit,
-        min_supervised=2,
-    )
+    examples = _examples(config, target, Tokenizer.from_folder(folder))
     output = Path(config.output)
     size = cache_bytes(examples, target.config.hidden_size, len(config.target_layer_ids), target.dtype)
     tokens = sum(len(example.token_ids) for example in examples)
     logger.info("%s: %d sequences, %d tokens, %.2f GiB", output, len(examples), tokens, size / 2**30)
     done = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     require_space(output, size - done)
-    target.prepare(max_positions=limit)
+    target.prepare(max_positions=_limit(config, target))
     origin: dict[str, object] = {
         "target": fingerprint(folder),
         "target_layer_ids": list(config.target_layer_ids),

@@ -34,7 +34,6 @@ class Acceptance:
     """Counts over rounds with drafts. `decided[k]`: rounds in which position k was accepted or rejected."""
 
     rounds: int = 0
-    accepted_tokens: int = 0
     tokens: int = 0
     prompts: int = 0
     decided: list[int] = field(default_factory=list)
@@ -49,14 +48,13 @@ class Acceptance:
             for k in range(accepted):
                 self.accepted[k] += 1
         self.rounds += request.speculation.rounds
-        self.accepted_tokens += request.speculation.accepted
         self.tokens += request.num_generated
         self.prompts += 1
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per round, the bonus token included."""
-        return 1 + self.accepted_tokens / self.rounds if self.rounds else 1.0
+        return 1 + sum(self.accepted) / self.rounds if self.rounds else 1.0
 
     @property
     def by_position(self) -> list[float | None]:

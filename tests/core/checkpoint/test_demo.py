@@ -69,7 +69,7 @@ def test_damaged_folder_is_rebuilt(release: DemoRelease, cache: Path, damage: st
     assert (folder / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("moment", ["demo.convert_gguf", "demo.write_json", "demo._sync", "Path.rename"])
+@pytest.mark.parametrize("moment", ["demo.convert_gguf", "demo.write_json", "demo.sync", "Path.rename"])
 @pytest.mark.parametrize("damaged", [False, True], ids=["fresh", "over a damaged folder"])
 def test_kill_leaves_nothing_or_the_whole(
     release: DemoRelease, cache: Path, moment: str, damaged: bool, monkeypatch: pytest.MonkeyPatch

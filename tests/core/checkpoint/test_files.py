@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from dspark_core.checkpoint.files import locked, sync_folder, write_atomically
+from dspark_core.checkpoint.files import locked, sync, write_atomically
 from dspark_core.checkpoint.fingerprint import fingerprint
 from dspark_core.errors import CheckpointError
 from tests.server.http_util import DEADLINE_S
@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "missing" / "x", writing(b"new"))
     with pytest.raises(FileNotFoundError):
-        sync_folder(tmp_path / "missing")
+        sync(tmp_path / "missing")
 
 
 def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
