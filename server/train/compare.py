@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,8 +171,25 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         "Acceptance length: mean of the domains, bonus token included. Brackets: 95 % bootstrap intervals over",
     ]
-    lines += ["prompts, paired for the differences."]
+    lines += ["prompts, paired for the differences.", "", *_positions_table(arms, temperatures)]
     return "\n".join(lines) + "\n"
+
+
+def _positions_table(arms: Mapping[str, Any], temperatures: Sequence[str]) -> list[str]:
+    """Rows of conditional acceptance by position, the domains pooled; a dash where a position was never reached."""
+    rows = {
+        (name, t): pooled_acceptance(arm["temperatures"][t]["domains"])
+        for t in temperatures
+        for name, arm in arms.items()
+    }
+    positions = range(1, 1 + max(len(shares) for shares in rows.values()))
+    lines = [
+        f"| accepted, if all before were | {' | '.join(map(str, positions))} |",
+        f"| --- |{' --- |' * len(positions)}",
+    ]
+    for (name, t), shares in rows.items():
+        lines.append(f"| {name}, T={t} | {' | '.join('-' if math.isnan(s) else f'{s:.2f}' for s in shares)} |")
+    return lines
 
 
 def _with_interval(row: Mapping[str, Any], value: str, bounds: str, sign: str) -> str:

@@ -15,7 +15,7 @@ from dspark_core.errors import CheckpointError
 from dspark_core.settings import UsageError, build
 from dspark_core.train.config import FitConfig
 from server.request import RequestParams
-from server.train.compare import RESAMPLES, arm_settings, bootstrap, compare, interval, pooled_acceptance
+from server.train.compare import RESAMPLES, arm_settings, bootstrap, compare, interval, markdown, pooled_acceptance
 from server.train.evaluate import Answer, mean_length, summarise
 from server.train.settings import ARMS, DEFAULT_ARMS, CompareConfig
 from tests.server.engines import GREEDY, make_engine, make_prompt
@@ -178,10 +178,23 @@ def test_files_are_written(config: CompareConfig, result: dict[str, Any]) -> Non
     assert {path.name for path in output.iterdir() if path.suffix != ".lock"} == FILES | set(config.arms)
     assert json.loads((output / "compare.json").read_text(), parse_constant=refuse) == result
     assert (output / "compare.png").read_bytes().startswith(b"\x89PNG")
-    rows = [line.split("|")[1:-1] for line in (output / "compare.md").read_text().splitlines() if "|" in line]
-    assert [row[0].strip() for row in rows] == ["arm", "---", "paper", "cross_entropy"]
-    assert len({len(row) for row in rows}) == 1
-    assert "against paper, T=1" in [cell.strip() for cell in rows[0]]
+    assert (output / "compare.md").read_text() == markdown(result)
+
+
+def test_the_page_has_a_table_of_arms_and_one_of_positions(result: dict[str, Any]) -> None:
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()]
+        for part in markdown(result).split("\n\n")
+        if part.startswith("|")
+    ]
+    (arms, positions), names = tables, ["paper", "cross_entropy"]
+    assert [row[0] for row in arms] == ["arm", "---", *names]
+    assert [row[0] for row in positions[2:]] == [f"{name}, T={t}" for t in "01" for name in names]
+    assert all(len(row) == len(table[0]) for table in tables for row in table)
+    assert "against paper, T=1" in arms[0]
+    assert positions[0][1:] == [str(k + 1) for k in range(K)]
+    shares = pooled_acceptance(result["arms"]["cross_entropy"]["temperatures"]["1"]["domains"])
+    assert positions[-1][1:] == ["-" if isnan(share) else f"{share:.2f}" for share in shares]
 
 
 def test_every_arm_has_its_figures_at_every_temperature(result: dict[str, Any]) -> None:
