@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from dspark_core.errors import RequestError
-from server.async_engine import AsyncEngine, EngineDeadError, Stream
+from server.async_engine import AsyncEngine, EngineDeadError, QueueFullError, Stream
 from server.config import ServerConfig
 from server.protocol import INTERNAL_ERROR, GenerateRequest, error_body, parse_generate, to_json
 from server.streaming import EventStream, Generation, GenerationError, reply, while_connected
@@ -42,6 +42,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(RequestError, _bad_request)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(EngineDeadError, _engine_dead)
+    app.add_exception_handler(QueueFullError, _queue_full)
     app.add_exception_handler(GenerationError, _internal_error)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _internal_error)
@@ -120,6 +121,11 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 async def _engine_dead(_: Request, error: Exception) -> Response:
     return json_response(error_body(str(error), 503, "engine_unavailable"), 503)
+
+
+async def _queue_full(_: Request, error: Exception) -> Response:
+    assert isinstance(error, QueueFullError)
+    return json_response(error_body(str(error), 503, "queue_full"), 503, {"Retry-After": str(error.retry_after)})
 
 
 async def _internal_error(_: Request, error: Exception) -> Response:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
@@ -17,11 +19,20 @@ logger = logging.getLogger(__name__)
 
 # After so many steps in a row that raised, the engine is asked whether it can run at all.
 MAX_FAILED_STEPS = 3
+MAX_RETRY_AFTER_S = 60
 INTERNAL_ERROR = "internal error: the step that served this request failed"
 
 
 class EngineDeadError(RuntimeError):
     """The engine thread has ended; nothing can be served."""
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than the server is told to hold. `retry_after` says in how many seconds to come back."""
+
+    def __init__(self, max_queue: int, retry_after: int) -> None:
+        super().__init__(f"{max_queue} requests are waiting already, as many as may; try again in {retry_after} s")
+        self.retry_after = retry_after
 
 
 class Stream:
@@ -61,10 +72,13 @@ class AsyncEngine:
     """Runs an engine in a thread of its own.
 
     Everything that changes the engine passes through one queue of commands, which the thread empties between steps.
+
+    Args:
+        max_queue: requests that may wait beside those that run; None for any number.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, max_queue: int | None = None) -> None:
+        self.engine, self.max_queue = engine, max_queue
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._streams: dict[int, Stream] = {}
@@ -113,14 +127,27 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request does not fit the model.
+            QueueFullError: too many wait already.
             EngineDeadError: the engine does not run.
         """
         if not self.healthy:
             raise EngineDeadError("the engine is not running")
+        self._check_queue()
         request = self.engine.make_request(prompt_ids, params)
         stream = Stream(self, request)
         self._command(lambda: self._add(stream))
         return stream
+
+    def _check_queue(self) -> None:
+        """Refuse a request that would have to wait behind too many. What is on its way to the engine counts."""
+        scheduler = self.engine.scheduler
+        places = max(scheduler.max_num_seqs - self.num_running, 0)
+        if self.max_queue is None or self.num_waiting + len(self._commands) < self.max_queue + places:
+            return
+        oldest = min((request.arrived for request in list(scheduler.waiting)), default=time.monotonic())
+        # Who waits for so long has no hope to get through sooner.
+        waited = math.ceil(time.monotonic() - oldest)
+        raise QueueFullError(self.max_queue, min(max(waited, 1), MAX_RETRY_AFTER_S))
 
     def abort(self, request: Request) -> None:
         """End a request at its client's wish."""

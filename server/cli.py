@@ -77,7 +77,7 @@ def serve(config: ServerConfig, sock: socket.socket) -> None:
 
     engine = load_engine(config)
     print(banner(engine.info, *sock.getsockname()[:2]), flush=True)
-    app = create_app(AsyncEngine(engine), config)
+    app = create_app(AsyncEngine(engine, config.max_queue), config)
     Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)).run([sock])
 
 

@@ -36,6 +36,8 @@ class ServerConfig(Settings):
     )
     kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
     page_size: int = setting(64, "engine", "token positions in a page of KV")
+    prefix_cache: bool = setting(True, "engine", "keep the KV of prompts for later ones that begin alike")
+    max_queue: int = setting(256, "engine", "requests that may wait; further ones are answered 503", ge=0)
     seed: int | None = setting(
         None, "engine", "seed for requests that bring none; unset: fresh every time", ge=0, le=2**63 - 1
     )

@@ -49,6 +49,7 @@ class EngineParts:
     max_model_len: int
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    prefix_cache: bool = True
     seed: int | None = None
     info: dict[str, str] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ class Engine:
         self.max_model_len, self.max_num_seqs, self.info = parts.max_model_len, parts.max_num_seqs, parts.info
         self.draft_len = self.drafter.model.config.draft_len if self.drafter else 0
         self.taps = self.drafter.model.config.target_layer_ids if self.drafter else ()
-        self.memory = KVMemory(self.pool.num_pages, self.pool.page_size)
+        self.memory = KVMemory(self.pool.num_pages, self.pool.page_size, prefix_cache=parts.prefix_cache)
         if self.memory.capacity < self.max_model_len:
             raise ValueError(f"KV memory holds {self.memory.capacity} tokens, expected {self.max_model_len} or more")
         self.scheduler = RequestScheduler(
@@ -144,11 +145,14 @@ class Engine:
 
     def fail_running(self, message: str) -> list[Outcome]:
         """End every running request with an error, after a step that raised."""
-        return [(request, self._fail(request, message)) for request in list(self.scheduler.running)]
+        outcomes = [(request, self._fail(request, message)) for request in list(self.scheduler.running)]
+        self.memory.clear_cache()  # who knows what that step wrote
+        return outcomes
 
     def self_test(self) -> None:
         """Raise if the target cannot run at all. Uses page 0: only while no request is running."""
         assert not self.scheduler.running, "a self-test would overwrite the memory of running requests"
+        self.memory.clear_cache()
         place = torch.zeros(1, dtype=torch.int64, device=self.target.device)
         self.target(FlatBatch(place, place, place, [Segment(0, 1, 0, [0])]), self.pool)
 
@@ -165,7 +169,7 @@ class Engine:
         draft_ids, verify_lens = self._draft(drafting, draft_round)
         admitted = [ids[:length] for ids, length in zip(draft_ids.tolist(), verify_lens, strict=True)]
         layout = lay_out(work, admitted, self.pool.page_size, self.target.device)
-        tap = self.taps if any(self._keeps_context(item.request) for item in work) else ()
+        tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         rows = sum(verify_lens) + len(verify_lens)
         verified = draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
@@ -219,8 +223,6 @@ class Engine:
             accepted = min(taken, len(tokens) - 1)
             decided = accepted if taken < len(tokens) else min(accepted + 1, verified)
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
-        if request.finished:
-            self.scheduler.remove(request)
         return request.take_delta()
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
@@ -228,21 +230,21 @@ class Engine:
         context_rows: list[int] = []
         for index, item in enumerate(work):
             request = item.request
-            if request.finished:
+            if request.error:
                 continue
             size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
-            keeps = self._keeps_context(request)
-            self.memory.commit(request.table, size, draft_context=keeps)
+            size = min(size, request.pending)  # a text may end before the last draft that stands
+            keeps = self.scheduler.keeps_context(request)
+            self.memory.commit(request.table, request.tokens, size, draft_context=keeps)
             self.memory.rollback(request.table, len(request.tokens))
             if keeps:
                 context_rows += range(layout.starts[index], layout.starts[index] + size)
         if self.drafter and features is not None and context_rows:
             rows = torch.tensor(context_rows, device=features.device)
             self.drafter.absorb(features[rows], layout.batch.positions[rows], layout.batch.slots[rows])
-
-    def _keeps_context(self, request: Request) -> bool:
-        """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
-        return self.drafter is not None and request.params.speculative
+        for item in work:
+            if item.request.finished:
+                self.scheduler.remove(item.request)
 
     def _fail(self, request: Request, message: str) -> Delta:
         self.scheduler.remove(request)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from server.prefix_cache import ROOT, Content, PrefixCache
 
 
 @dataclass
@@ -11,12 +15,17 @@ class PageTable:
     """A request's pages: page j holds positions [j * page_size, (j + 1) * page_size).
 
     Positions [0, kv_len) hold committed keys and values of the target, [0, draft_context_len) those of the draft's
-    context; what lies behind in the pages is dead.
+    context; what lies behind in the pages is dead. Full pages may be shared with other tables, and are never written
+    again.
+
+    Attributes:
+        node: what the prefix cache calls the last full page.
     """
 
     pages: list[int] = field(default_factory=list)
     kv_len: int = 0
     draft_context_len: int = 0
+    node: int = ROOT
 
 
 class KVMemory:
@@ -25,16 +34,24 @@ class KVMemory:
     Args:
         num_pages: pages of the pools.
         page_size: token positions per page.
+        prefix_cache: keep full pages after their owners, for requests that begin with the same tokens.
+
+    Attributes:
+        shared_tokens: positions that tables found in the cache and did not have to compute, in all.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = set(range(num_pages))
+        self.cache = PrefixCache() if prefix_cache else None
+        self.shared_tokens = 0
+        self._users: Counter[int] = Counter()
+        self._free = list(range(num_pages))  # in ascending order
         self._fresh: list[int] = []
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that can be had, cached ones that nobody uses included."""
+        return len(self._free) + (self.cache.num_idle if self.cache else 0)
 
     @property
     def capacity(self) -> int:
@@ -44,18 +61,45 @@ class KVMemory:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def share(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> None:
+        """Let a table use cached pages for its next tokens, in place of pages of its own that are still empty.
+
+        The last token is left to be computed: its scores are wanted.
+
+        Args:
+            tokens: all tokens of the request.
+            draft_context: whether the pages must hold the draft's context too.
+        """
+        while self.cache and (content := self.next_page(table, tokens, draft_context=draft_context)):
+            end = table.kv_len + self.page_size
+            node = self.cache.find(content) if table.kv_len % self.page_size == 0 and end < len(tokens) else None
+            if node is None:
+                return
+            self._use(node.page)
+            index = table.kv_len // self.page_size
+            for page in table.pages[index : index + 1]:
+                self._leave(page)
+            table.pages[index : index + 1] = [node.page]
+            table.node, table.kv_len = node.number, end
+            table.draft_context_len = end if draft_context else 0
+            self.shared_tokens += self.page_size
+
+    def next_page(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> Content | None:
+        """What the first page that is not full will hold; None if the tokens do not fill it."""
+        start = table.kv_len // self.page_size * self.page_size
+        if start + self.page_size > len(tokens):
+            return None
+        return Content(table.node, draft_context, tuple(tokens[start : start + self.page_size]))
+
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
         """Make room for positions [0, num_tokens); False, and nothing taken, when memory does not suffice."""
         needed = self.pages_for(num_tokens) - len(table.pages)
-        if needed > len(self._free):
+        if needed > self.num_free:
             return False
+        while self.cache and needed > len(self._free):
+            insort(self._free, self.cache.forget_oldest())
         for _ in range(needed):
-            # The neighbour of the last page keeps a sequence in one run, which attention reads without a copy.
-            following = table.pages[-1] + 1 if table.pages else -1
-            page = following if following in self._free else min(self._free)
-            self._free.remove(page)
-            self._fresh.append(page)
-            table.pages.append(page)
+            table.pages.append(self._take(table.pages[-1] + 1 if table.pages else -1))
         return True
 
     def take_fresh(self) -> list[int]:
@@ -63,28 +107,76 @@ class KVMemory:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def commit(self, table: PageTable, num_tokens: int, *, draft_context: bool) -> None:
-        """Declare the next `num_tokens` positions valid, for the draft's context too if it was written."""
-        table.kv_len += num_tokens
-        if draft_context:
-            table.draft_context_len += num_tokens
-        assert table.kv_len <= len(table.pages) * self.page_size, "committed more than was reserved"
-        assert table.draft_context_len in (0, table.kv_len), "draft context does not cover the committed tokens"
+    def commit(self, table: PageTable, tokens: Sequence[int], num_tokens: int, *, draft_context: bool) -> None:
+        """Declare the next `num_tokens` positions valid, for the draft's context too if it was written.
+
+        Args:
+            tokens: all tokens of the request; pages that are full now are cached under them.
+        """
+        end = table.kv_len + num_tokens
+        assert end <= len(table.pages) * self.page_size, "committed more than was reserved"
+        assert table.draft_context_len == (table.kv_len if draft_context else 0), "draft context has a hole"
+        while self.cache and end // self.page_size > table.kv_len // self.page_size:
+            content = self.next_page(table, tokens, draft_context=draft_context)
+            assert content, "committed more than the request has tokens"
+            index = table.kv_len // self.page_size
+            table.node = self.cache.add(content, table.pages[index]).number
+            table.kv_len = (index + 1) * self.page_size
+        table.kv_len = end
+        table.draft_context_len = end if draft_context else 0
 
     def rollback(self, table: PageTable, num_tokens: int) -> None:
         """Give back pages past the first `num_tokens` positions: what was rejected there is dropped by length."""
         keep = self.pages_for(num_tokens)
-        self._free.update(table.pages[keep:])
+        for page in reversed(table.pages[keep:]):
+            self._leave(page)
         del table.pages[keep:]
 
     def release(self, table: PageTable) -> None:
-        """Give back everything."""
-        table.kv_len = table.draft_context_len = 0
+        """Give back everything. Full pages stay in the prefix cache until their room is needed."""
         self.rollback(table, 0)
+        table.kv_len = table.draft_context_len = 0
+        table.node = ROOT
+
+    def clear_cache(self) -> None:
+        """Forget every cached page that nobody uses."""
+        while self.cache and self.cache.num_idle:
+            insort(self._free, self.cache.forget_oldest())
+
+    def _take(self, following: int) -> int:
+        """A free page: the neighbour of the last one if possible, for attention reads one run without a copy."""
+        place = bisect_left(self._free, following)
+        if place == len(self._free) or self._free[place] != following:
+            place = 0
+        page = self._free.pop(place)
+        self._fresh.append(page)
+        self._use(page)
+        return page
+
+    def _use(self, page: int) -> None:
+        self._users[page] += 1
+        if self.cache:
+            self.cache.use(page)
+
+    def _leave(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page] > 0:
+            return
+        del self._users[page]
+        if self.cache and page in self.cache:
+            self.cache.leave(page)
+        else:
+            insort(self._free, page)
 
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
-        """Assert that every page is free or owned exactly once."""
-        owned = [page for table in tables for page in table.pages]
-        assert len(owned) == len(set(owned)), "a page is owned twice"
-        assert self._free.isdisjoint(owned), "a page is owned and free"
-        assert len(owned) + len(self._free) == self.num_pages, "a page is lost"
+        """Assert that every page is free, cached, or used as often as is counted; `tables` are all there are."""
+        used = Counter(page for table in tables for page in table.pages)
+        free, idle = set(self._free), self.cache.idle if self.cache else []
+        assert self._free == sorted(free), "a page is free twice"
+        assert free.isdisjoint(used), "a page is used and free"
+        assert free.isdisjoint(idle), "a page is cached and free"
+        assert set(idle).isdisjoint(used), "a page is used and said to be idle"
+        assert used == self._users, "users are miscounted"
+        shared = [page for page, count in used.items() if count > 1]
+        assert all(self.cache and page in self.cache for page in shared), "a page is shared that is not cached"
+        assert len(used) + len(free) + len(idle) == self.num_pages, "a page is lost"

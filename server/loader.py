@@ -65,6 +65,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        prefix_cache=config.prefix_cache,
         seed=config.seed,
     )
     parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -107,6 +108,7 @@ class Request:
     decided_and_accepted: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)

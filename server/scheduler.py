@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from server.kv import KVMemory
+from server.prefix_cache import Content
 from server.request import Request
 
 # A prefill chunk never gets smaller than this, however many requests decode beside it.
@@ -58,19 +59,39 @@ class RequestScheduler:
         work = [item for request in list(self.running) if (item := self._decode(request))]
         preempted = len(self.waiting) > waiting_before
         budget = max(self.max_num_batched_tokens - sum(w.num_tokens + w.num_slots for w in work), MIN_CHUNK)
-        for request in self.running:
-            if request.pending > 1 and budget > 0:
-                work.append(self._chunk(request, budget))
-                budget -= work[-1].num_tokens
-        while budget > 0 and not preempted and self._admit():
-            work.append(self._chunk(self.running[-1], budget))
-            budget -= work[-1].num_tokens
+        prefilling = [request for request in self.running if request.pending > 1]
+        started: set[Content] = set()
+        while budget > 0:
+            if prefilling:
+                request = prefilling.pop(0)
+            elif not preempted and self._admit():
+                request = self.running[-1]
+            else:
+                break
+            if item := self._chunk(request, budget, started):
+                work.append(item)
+                budget -= item.num_tokens
         return work
 
-    @staticmethod
-    def _chunk(request: Request, budget: int) -> Work:
+    def _chunk(self, request: Request, budget: int, started: set[Content]) -> Work | None:
+        """The next part of a prompt: what is cached is skipped, and what is being computed for another waited for.
+
+        Args:
+            started: pages that this step's prompts are filling; joined by this one's.
+        """
+        keeps = self.keeps_context(request)
+        self.memory.share(request.table, request.tokens, draft_context=keeps)
+        page = self.memory.next_page(request.table, request.tokens, draft_context=keeps)
+        if page in started:
+            return None  # in the next step it is there
+        if page and self.memory.cache:
+            started.add(page)
         size = min(request.pending, budget)
         return Work(request, size, 0, decides=size == request.pending)
+
+    def keeps_context(self, request: Request) -> bool:
+        """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
+        return self.draft_len > 0 and request.params.speculative
 
     def _decode(self, request: Request) -> Work | None:
         if request.pending != 1 or request not in self.running:
@@ -90,11 +111,13 @@ class RequestScheduler:
         return max(0, min(self.draft_len, request.max_tokens - request.num_generated - 1))
 
     def _admit(self) -> bool:
-        """Let the first waiting request run if there is a place and memory for all its tokens."""
+        """Let the first waiting request run if there is a place, and memory for its tokens and its first block."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
         request = self.waiting[0]
-        if not self.memory.reserve(request.table, len(request.tokens)):
+        self.memory.share(request.table, request.tokens, draft_context=self.keeps_context(request))
+        if not self.memory.reserve(request.table, len(request.tokens) + self.num_slots(request)):
+            self.memory.release(request.table)
             return False
         self.running.append(self.waiting.popleft())
         return True

@@ -227,7 +227,7 @@ def fake_serve() -> int:
 
     cast(Any, cli).GRACE_S = 1
     cast(Any, loader).load_engine = load_engine
-    sys.modules["server.async_engine"].__dict__["AsyncEngine"] = lambda engine: engine
+    sys.modules["server.async_engine"].__dict__["AsyncEngine"] = lambda engine, max_queue: engine
     return cli.main()
 
 

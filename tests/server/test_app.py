@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from server.async_engine import EngineDeadError
+from server.app import create_app
+from server.async_engine import AsyncEngine, EngineDeadError
+from server.config import ServerConfig
 from server.request import RequestParams, TokenLogprob
+from tests.server.engines import make_engine
 from tests.server.http_util import (
     DEADLINE_S,
     SPECULATION,
@@ -174,6 +177,25 @@ async def test_a_dead_engine_is_a_503_everywhere() -> None:
         ):
             assert response.status_code == 503
             assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_a_full_queue_is_a_503_that_says_when_to_come_back() -> None:
+    engine = AsyncEngine(make_engine(max_num_seqs=1), max_queue=1)
+    engine.engine.info["target"] = "tiny"
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        body = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True}
+        with engine._wake:  # the engine's thread takes nothing meanwhile: it wakes with this lock
+            two = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(2)]
+            while len(engine._commands) < 2:
+                await asyncio.sleep(0.001)
+            for streaming in (False, True):
+                refused = await client.post("/generate", json={**body, "stream": streaming})
+                assert refused.status_code == 503
+                assert refused.headers["Retry-After"] == "1"
+                assert refused.json()["error"]["code"] == "queue_full"
+        for response in await asyncio.gather(*two):
+            assert response.json()["usage"]["completion_tokens"] == 100
+        assert (await client.post("/generate", json=body)).status_code == 200
 
 
 async def test_the_engine_lives_as_long_as_the_application() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from dspark_core.errors import RequestError
-from server.async_engine import AsyncEngine, EngineDeadError, Stream
+from server.async_engine import MAX_RETRY_AFTER_S, AsyncEngine, EngineDeadError, QueueFullError, Stream
 from server.engine import Engine
 from server.request import Delta, Request, RequestParams
 from tests.server.drafts import ScriptedDrafter
@@ -31,9 +32,9 @@ def tiny(**limits: Any) -> Engine:
 
 
 @contextlib.asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
+async def running(engine: Engine, max_queue: int | None = None) -> AsyncIterator[AsyncEngine]:
     """A started engine, which must have forgotten every request when it is stopped."""
-    served = AsyncEngine(engine)
+    served = AsyncEngine(engine, max_queue)
     served.start()
     try:
         yield served
@@ -113,6 +114,37 @@ async def test_an_abort_in_the_queue_frees_the_place() -> None:
         await eventually(lambda: served.num_waiting == 1)
         busy.abort()
         assert await ids(queued[2]) == expected(PROMPT)
+
+
+@pytest.mark.parametrize("max_queue", [0, 2])
+async def test_more_may_not_wait_than_the_queue_holds(max_queue: int) -> None:
+    async with running(tiny(max_num_seqs=2), max_queue) as served:
+        with served._wake:  # the thread takes none of them before all have come
+            streams = [served.submit(PROMPT, ENDLESS) for _ in range(2 + max_queue)]
+            with pytest.raises(QueueFullError, match=f"^{max_queue} requests are waiting already") as refused:
+                served.submit(PROMPT, ENDLESS)
+        assert refused.value.retry_after == 1
+        await eventually(lambda: served.num_running == 2)
+        with pytest.raises(QueueFullError):
+            served.submit(PROMPT, ENDLESS)
+        streams.pop(0).abort()
+        await eventually(lambda: served.num_running + served.num_waiting == 1 + max_queue)
+        assert await ids(served.submit(PROMPT, PARAMS)) == expected(PROMPT)
+        for stream in streams:
+            stream.abort()
+
+
+async def test_whoever_is_refused_comes_back_after_as_long_as_others_waited() -> None:
+    async with running(tiny(max_num_seqs=1), 1) as served:
+        streams = [served.submit(PROMPT, ENDLESS) for _ in range(2)]
+        await eventually(lambda: served.num_waiting == 1)
+        for waited, retry in ((6.5, 7), (10_000, MAX_RETRY_AFTER_S)):
+            streams[1].request.arrived = time.monotonic() - waited
+            with pytest.raises(QueueFullError) as refused:
+                served.submit(PROMPT, ENDLESS)
+            assert refused.value.retry_after == retry
+        for stream in streams:
+            stream.abort()
 
 
 async def test_aborts_are_harmless_twice_and_after_the_end() -> None:

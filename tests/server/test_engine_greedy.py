@@ -91,7 +91,7 @@ def test_eight_at_once_with_random_arrivals(kind: str, draft_len: int, page_size
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_do_not_change_the_text(monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int) -> None:
     monkeypatch.setattr(scheduler, "MIN_CHUNK", 1)
-    engine = make_engine(make_draft(kind, 5), max_num_batched_tokens=chunk, max_num_seqs=16)
+    engine = make_engine(make_draft(kind, 5), max_num_batched_tokens=chunk, max_num_seqs=16, prefix_cache=False)
     for group in ([1, 2, 6, 7, 8, 14], [33]) if chunk == 1 else ([1, 6, 7, 8, 14, 63, 65], [64], [128]):
         in_memory: list[int] = []
         jobs = [(make_prompt(length), PARAMS) for length in group]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
+
 import pytest
 
 from server.kv import KVMemory
@@ -10,6 +13,7 @@ from server.scheduler import MIN_CHUNK, RequestScheduler, Work
 from tests.server.test_request import Letters
 
 K = 4
+unlike = count(5)  # prompts of different letters share nothing
 
 
 def make_scheduler(
@@ -19,9 +23,16 @@ def make_scheduler(
     return RequestScheduler(memory, draft_len=draft_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
 
-def add(scheduler: RequestScheduler, length: int, *, max_tokens: int = 100, speculative: bool = True) -> Request:
+def add(
+    scheduler: RequestScheduler,
+    length: int,
+    *,
+    max_tokens: int = 100,
+    speculative: bool = True,
+    prompt: Sequence[int] = (),
+) -> Request:
     request = Request(
-        prompt_ids=[5] * length,
+        prompt_ids=[*prompt] or [next(unlike)] * length,
         params=RequestParams(speculative=speculative),
         max_tokens=max_tokens,
         stop_ids=frozenset(),
@@ -36,10 +47,11 @@ def step(scheduler: RequestScheduler, accepted: int = 0) -> list[Work]:
     """Schedule, and pretend that the engine ran it and that `accepted` drafts of every block stood."""
     work = scheduler.schedule()
     for item in work:
-        count = min(accepted, item.num_slots)
-        scheduler.memory.commit(item.request.table, item.num_tokens + count, draft_context=False)
+        stand = min(accepted, item.num_slots)
         if item.decides:
-            item.request.append([5] * (count + 1))
+            item.request.append([5] * (stand + 1))
+        keeps = scheduler.keeps_context(item.request)
+        scheduler.memory.commit(item.request.table, item.request.tokens, item.num_tokens + stand, draft_context=keeps)
         scheduler.memory.rollback(item.request.table, len(item.request.tokens))
     scheduler.memory.check_integrity([r.table for r in [*scheduler.running, *scheduler.waiting]])
     return work
@@ -127,7 +139,7 @@ def test_a_short_request_does_not_wait_for_a_long_prompt() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler = make_scheduler(num_pages=4)
+    scheduler = make_scheduler(num_pages=6)
     old, young = add(scheduler, 30), add(scheduler, 30)
     third = add(scheduler, 30)
     step(scheduler)
@@ -142,12 +154,12 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     scheduler.remove(old)
     work = step(scheduler)
     assert work[0].request is young
-    assert work[0].num_tokens == 30 + generated
+    assert work[0].num_tokens == 30 + generated - 2 * 16, "the old one needed one of its three full pages"
     assert work[0].decides
 
 
 def test_nobody_is_admitted_in_the_step_that_preempted() -> None:
-    scheduler = make_scheduler(num_pages=5)
+    scheduler = make_scheduler(num_pages=6)
     old, young = add(scheduler, 30), add(scheduler, 30)
     step(scheduler)
     add(scheduler, 1)
@@ -163,8 +175,8 @@ def test_reservations_cover_the_whole_block() -> None:
     for _ in range(6):
         (item,) = scheduler.schedule()
         assert len(request.table.pages) * 16 >= request.table.kv_len + 1 + item.num_slots
-        scheduler.memory.commit(request.table, 1 + item.num_slots, draft_context=False)
         request.append([5] * (1 + item.num_slots))
+        scheduler.memory.commit(request.table, request.tokens, 1 + item.num_slots, draft_context=True)
 
 
 def test_removing_works_wherever_a_request_stands() -> None:
