@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dspark_core.settings import DtypeName, Settings, setting
+from dspark_core.settings import CpuWeights, DtypeName, Settings, setting
 
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -23,6 +23,9 @@ class ServerConfig(Settings):
     )
     dtype: DtypeName = setting(
         "auto", "model", "number type of weights and KV; auto: float32 on a CPU, bfloat16 on CUDA"
+    )
+    cpu_weights: CpuWeights = setting(
+        "float32", "model", "weights on a CPU; float16 and int4 are faster and no longer the checkpoint's own"
     )
     device: str = setting("auto", "model", "cpu, cuda, cuda:N or auto: CUDA if there is any", min_length=1)
 

@@ -18,10 +18,17 @@ from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
 from dspark_core.models.packed import is_row_invariant
+from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS: dict[CpuWeights, str] = {
+    "float32": "as in the checkpoint",
+    "float16": "rounded to float16",
+    "int4": "rounded to 4 bits in groups of 32, the LM head to float16",
+}
 
 
 def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
@@ -49,11 +56,11 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     max_model_len = _max_model_len(config.max_model_len, limit, budget // page_bytes * config.page_size, budget)
     per_request = -(-max_model_len // config.page_size)
     num_pages = max(per_request, min(budget // page_bytes, per_request * config.max_num_seqs))
-    target.prepare(max_positions=max_model_len, emit_vocab=emit_vocab)
+    target.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, cpu_weights=config.cpu_weights)
     drafter = None
     if draft:
         head = target.lm_head if shared_head else None
-        draft.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, lm_head=head)
+        draft.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, lm_head=head, cpu_weights=config.cpu_weights)
         drafter = Drafter(draft, KVPool.of(draft.config.decoder, num_pages, config.page_size, dtype, device))
     parts = EngineParts(
         target=target,
@@ -68,7 +75,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
         prefix_cache=config.prefix_cache,
         seed=config.seed,
     )
-    parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes))
+    parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes, config.cpu_weights))
     return Engine(parts)
 
 
@@ -119,7 +126,9 @@ def _max_model_len(asked: int | None, limit: int, capacity: int, budget: int) ->
     return asked if asked is not None else min(limit, capacity)
 
 
-def _info(target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv_bytes: int) -> dict[str, str]:
+def _info(
+    target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv_bytes: int, cpu_weights: CpuWeights
+) -> dict[str, str]:
     target, tokens = parts.target, parts.pool.num_pages * parts.pool.page_size
     bitwise = is_row_invariant(target)
     draft = _draft_info(parts.drafter.model, draft_folder) if parts.drafter else {"draft": "none, plain decoding"}
@@ -127,6 +136,7 @@ def _info(target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
         **draft,
         "dtype": str(target.dtype).removeprefix("torch."),
+        **({"weights": WEIGHTS[cpu_weights]} if target.device.type == "cpu" else {}),
         "device": str(target.device),
         "KV capacity": f"{tokens} tokens, {kv_bytes // 2**20} MiB",
         "max_model_len": str(parts.max_model_len),

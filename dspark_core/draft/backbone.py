@@ -15,6 +15,7 @@ from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm
 from dspark_core.models.packed import pack_linear
 from dspark_core.models.rope import Rotary
+from dspark_core.settings import CpuWeights
 
 
 class DraftModel(nn.Module):
@@ -48,21 +49,30 @@ class DraftModel(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def prepare(self, *, max_positions: int, emit_vocab: int | None = None, lm_head: nn.Module | None = None) -> None:
+    def prepare(
+        self,
+        *,
+        max_positions: int,
+        emit_vocab: int | None = None,
+        lm_head: nn.Module | None = None,
+        cpu_weights: CpuWeights = "float32",
+    ) -> None:
         """Make ready for inference: rotary tables and packed weights. To be called once, after loading.
 
         Args:
             max_positions, emit_vocab: as for the target.
             lm_head: an already packed LM head to use in place of the own one (the target's, when they are equal).
+            cpu_weights: as for the target; int4 is taken as float16, for a small draft loses more by it than it gains.
         """
         decoder = self.config.decoder
+        weights: CpuWeights = "float16" if cpu_weights == "int4" else cpu_weights
         self.rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
         for layer in self.layers:
-            cast(DecoderLayer, layer).pack(with_context=True)
-        self.fc = pack_linear(self.fc)
-        self.lm_head = lm_head or pack_linear(self.lm_head, rows=emit_vocab)
+            cast(DecoderLayer, layer).pack(weights, with_context=True)
+        self.fc = pack_linear(self.fc, weights=weights)
+        self.lm_head = lm_head or pack_linear(self.lm_head, rows=emit_vocab, weights=weights)
         if self.markov_head is not None:
-            self.markov_head.pack(emit_vocab=emit_vocab)
+            self.markov_head.pack(weights, emit_vocab=emit_vocab)
 
     def inject(self, features: Tensor) -> Tensor:
         """Context rows [..., D] from tapped target features [..., m * D]."""

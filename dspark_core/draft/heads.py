@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
 from dspark_core.models.packed import pack_linear
+from dspark_core.settings import CpuWeights
 
 
 class MarkovHead(nn.Module):
@@ -47,9 +48,9 @@ class MarkovHead(nn.Module):
         """Bias [..., V] on the base logits, from a latent [..., r]."""
         return self.markov_w2(latent)  # type: ignore[no-any-return]
 
-    def pack(self, *, emit_vocab: int | None = None) -> None:
+    def pack(self, weights: CpuWeights, *, emit_vocab: int | None = None) -> None:
         """Pack the wide output projection for inference, for the first `emit_vocab` ids."""
-        self.markov_w2 = pack_linear(self.markov_w2, rows=emit_vocab)
+        self.markov_w2 = pack_linear(self.markov_w2, rows=emit_vocab, weights=weights)
 
 
 class GatedHead(MarkovHead):

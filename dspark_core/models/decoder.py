@@ -15,6 +15,7 @@ from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer, RMSNorm
 from dspark_core.models.packed import pack_linear
 from dspark_core.models.rope import Rotary
+from dspark_core.settings import CpuWeights
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,25 @@ class TargetModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
-    def prepare(self, *, max_positions: int, emit_vocab: int | None = None) -> None:
+    def prepare(
+        self, *, max_positions: int, emit_vocab: int | None = None, cpu_weights: CpuWeights = "float32"
+    ) -> None:
         """Make ready for inference: rotary tables and packed weights. To be called once, after loading.
 
         Args:
             max_positions: rows of the rotary tables.
             emit_vocab: ids from here on are padding that no tokenizer knows; they get no logit.
+            cpu_weights: kind of weights of the layers. The LM head has float16 with int4: its kernel's outputs are
+                bfloat16, too coarse to tell likely tokens apart.
+
+        Raises:
+            CheckpointError: this kind of weights cannot be had here.
         """
         self.rotary = Rotary(self.config.rope, self.config.head_dim, max_positions, self.device)
         for layer in self.layers:
-            cast(DecoderLayer, layer).pack()
-        self.lm_head = pack_linear(self.lm_head, rows=emit_vocab)
+            cast(DecoderLayer, layer).pack(cpu_weights)
+        head_weights = "float16" if cpu_weights == "int4" else cpu_weights
+        self.lm_head = pack_linear(self.lm_head, rows=emit_vocab, weights=head_weights)
 
     @torch.inference_mode()
     def forward(

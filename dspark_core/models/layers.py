@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dspark_core.config import DecoderConfig
 from dspark_core.models.packed import pack_linear
 from dspark_core.models.rope import rotate
+from dspark_core.settings import CpuWeights
 
 
 class RMSNorm(nn.Module):
@@ -89,11 +90,11 @@ class Attention(nn.Module):
             keys, values = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
         return rotate(keys if self.k_norm is None else self.k_norm(keys), rotary), values
 
-    def pack(self, *, with_context: bool) -> None:
+    def pack(self, weights: CpuWeights, *, with_context: bool) -> None:
         """Replace the projections by packed ones for inference; the originals are dropped."""
-        self.qkv_packed = pack_linear(self.q_proj, self.k_proj, self.v_proj)
-        self.kv_packed = pack_linear(self.k_proj, self.v_proj) if with_context else None
-        self.o_proj = pack_linear(self.o_proj)
+        self.qkv_packed = pack_linear(self.q_proj, self.k_proj, self.v_proj, weights=weights)
+        self.kv_packed = pack_linear(self.k_proj, self.v_proj, weights=weights) if with_context else None
+        self.o_proj = pack_linear(self.o_proj, weights=weights)
         self.q_proj = self.k_proj = self.v_proj = nn.Identity()
 
 
@@ -103,7 +104,10 @@ def silu(x: Tensor) -> Tensor:
     `F.silu` is split among threads at element counts, and the ends of the parts, which may fall inside a row, take
     another exponential than the rest. `torch.exp` has one for all, and the other operations are exactly rounded.
     """
-    return x / (1 + torch.exp(-x))
+    if x.requires_grad:
+        return x / (1 + torch.exp(-x))
+    divisor = x.neg().exp_().add_(1)  # in place: fresh memory for every step costs more than the arithmetic
+    return torch.div(x, divisor, out=divisor)
 
 
 class MLP(nn.Module):
@@ -122,12 +126,13 @@ class MLP(nn.Module):
             gate, up = self.gate_up_packed(x).chunk(2, -1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(silu(gate) * up)  # type: ignore[no-any-return]
+        active = silu(gate)
+        return self.down_proj(active * up if active.requires_grad else active.mul_(up))  # type: ignore[no-any-return]
 
-    def pack(self) -> None:
+    def pack(self, weights: CpuWeights) -> None:
         """Replace the projections by packed ones for inference; the originals are dropped."""
-        self.gate_up_packed = pack_linear(self.gate_proj, self.up_proj)
-        self.down_proj = pack_linear(self.down_proj)
+        self.gate_up_packed = pack_linear(self.gate_proj, self.up_proj, weights=weights)
+        self.down_proj = pack_linear(self.down_proj, weights=weights)
         self.gate_proj = self.up_proj = nn.Identity()
 
 
@@ -145,7 +150,7 @@ class DecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
-    def pack(self, *, with_context: bool = False) -> None:
+    def pack(self, weights: CpuWeights, *, with_context: bool = False) -> None:
         """Pack for inference; `with_context` keeps a key-value projection for injected context (drafts)."""
-        self.self_attn.pack(with_context=with_context)
-        self.mlp.pack()
+        self.self_attn.pack(weights, with_context=with_context)
+        self.mlp.pack(weights)

@@ -74,24 +74,25 @@ def _positive(keys: Keys, name: str) -> float:
 
 
 class Rotary:
-    """Cosine and sine tables of rotary position embedding, [positions, head_dim / 2] float32 each."""
+    """Tables of rotary position embedding, [positions, head_dim] float32 each: cosines, and sines of alternate sign."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
         frequencies, scale = rope_frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * scale).to(device)
-        self.sin = (angles.sin() * scale).to(device)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self.cos = torch.cat((cos, cos), -1).to(device)
+        self.sin = torch.cat((-sin, sin), -1).to(device)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for rows at `positions` [...], shaped [..., 1, head_dim / 2] to broadcast over heads."""
+        """Tables for rows at `positions` [...], shaped [..., 1, head_dim] to broadcast over heads."""
         return self.cos[positions].unsqueeze(-2).to(dtype), self.sin[positions].unsqueeze(-2).to(dtype)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate `x` [..., heads, head_dim] by its rows' angles (half-split layout)."""
     cos, sin = rotary
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    return swapped.mul_(sin).add_(x * cos)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -100,7 +100,7 @@ def test_packing_keeps_the_bias_and_cuts_the_vocabulary(kind: str, config: Draft
     with torch.inference_mode():
         latent, _ = head.step(embedded, hidden, state)
         whole = head.bias(latent)
-        head.pack(emit_vocab=50)
+        head.pack("float32", emit_vocab=50)
         cut = head.bias(latent)
     assert cut.shape == (2, 50)
     assert torch.allclose(cut, whole[:, :50], atol=1e-5)

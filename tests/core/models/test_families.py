@@ -214,7 +214,7 @@ def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -
 def test_packing_does_not_change_what_is_computed(tmp_path: Path) -> None:
     model = load_target(tiny_target_folder(tmp_path, attention_bias=True, mlp_bias=True))
     layer, x = cast(DecoderLayer, model.layers[1]), torch.randn(5, 32)
-    rotary = (torch.ones(5, 1, 8), torch.zeros(5, 1, 8))
+    rotary = (torch.ones(5, 1, 16), torch.zeros(5, 1, 16))
 
     def attend(_: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return queries + (keys + values).repeat_interleave(2, 1)
@@ -222,7 +222,7 @@ def test_packing_does_not_change_what_is_computed(tmp_path: Path) -> None:
     with torch.inference_mode():
         before = layer(x, rotary, attend)
         assert isinstance(layer.mlp.down_proj, nn.Linear)
-        layer.pack()
+        layer.pack("float32")
         assert not isinstance(layer.mlp.down_proj, nn.Linear)
         assert largest(layer(x, rotary, attend), before) < 1e-5  # another order of sums of 48 terms
 

@@ -149,7 +149,7 @@ class BatchDependentLinear(nn.Module):
 def test_the_check_finds_a_layer_that_depends_on_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without it, an equality test that compares nothing would pass too."""
 
-    def pack(*linears: nn.Linear) -> nn.Module:
+    def pack(*linears: nn.Linear, weights: str) -> nn.Module:
         return BatchDependentLinear(torch.cat([linear.weight.detach() for linear in linears]))
 
     folder = tiny_target_folder(tmp_path, **ODD, max_position_embeddings=LENGTH)
