@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from dspark_core import __version__
+from dspark_core.models.packed import INT4_GROUP
+from dspark_core.settings import CpuWeights
+from server.engine import Engine
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 # A background load above this many busy cores makes the figures worthless.
@@ -38,6 +41,43 @@ def read_bandwidth() -> float:
         data.sum()
         best = min(best, time.perf_counter() - start)
     return data.numel() * 4 / best
+
+
+def matmul_rate() -> float:
+    """Floating-point operations per second of a large float32 product (the best of five)."""
+    left, right = torch.randn(512, 2048), torch.randn(2048, 2048)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * 512 * 2048 * 2048 / best
+
+
+def weight_count(engine: Engine) -> int:
+    """Target weights that every pass multiplies with, LM head included (the embedding is read a row at a time)."""
+    return _layer_weights(engine) + engine.target.config.hidden_size * engine.vocab_size
+
+
+def weight_bytes(engine: Engine, cpu_weights: CpuWeights) -> int:
+    """Bytes of target weights that one pass reads."""
+    layers, head = _layer_weights(engine), engine.target.config.hidden_size * engine.vocab_size
+    if cpu_weights == "int4":  # with 4 bytes of scale and zero point for every 32; the LM head is float16
+        return layers // 2 + layers // INT4_GROUP * 4 + 2 * head
+    return (layers + head) * (2 if cpu_weights == "float16" else engine.target.dtype.itemsize)
+
+
+def _layer_weights(engine: Engine) -> int:
+    config = engine.target.config
+    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * width + 2 * kv_width)
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def kv_bytes(engine: Engine, num_tokens: int) -> int:
+    """Bytes of the target's keys and values of so many tokens."""
+    config = engine.target.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * engine.target.dtype.itemsize * num_tokens
 
 
 def load_prompts(path: Path = PROMPTS) -> list[dict[str, str]]:

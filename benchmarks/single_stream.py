@@ -1,6 +1,6 @@
 """One request at a time on the demo model: speculation against plain decoding, on the same prompts in turn.
 
-    python -m benchmarks.single_stream [--max-tokens 64] [--force]
+    python -m benchmarks.single_stream [--max-tokens 64] [--cpu-weights float32] [--force]
 
 Plain decoding is the same engine with `speculative: false`: no draft runs and no layer is tapped.
 """
@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks.common import conditions, load_prompts, read_bandwidth, require_quiet_machine
+from benchmarks.common import conditions, load_prompts, read_bandwidth, require_quiet_machine, weight_bytes
 from dspark_core.sampling import SamplingParams
 from server.config import ServerConfig
 from server.engine import Engine
@@ -83,12 +83,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--ckpt", default="demo")
     parser.add_argument("--target", default=None)
+    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
     parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
     bandwidth = read_bandwidth()
-    engine = load_engine(ServerConfig(ckpt=args.ckpt, target=args.target, max_model_len=2048, seed=0))
-    weights = weight_bytes(engine)
+    config = {"ckpt": args.ckpt, "target": args.target, "cpu_weights": args.cpu_weights}
+    engine = load_engine(ServerConfig.model_validate(config | {"max_model_len": 2048, "seed": 0}))
+    weights = weight_bytes(engine, args.cpu_weights)
     ceiling = bandwidth / weights
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, target weights {weights / 1e6:.0f} MB a pass:")
     print(f"plain decoding cannot exceed {ceiling:.1f} tokens/s")
@@ -104,22 +106,13 @@ def main() -> None:
             {
                 "benchmark": "single_stream",
                 "ceiling_tokens_per_s": round(ceiling, 1),
+                "cpu_weights": args.cpu_weights,
                 "max_tokens": args.max_tokens,
                 "results": results,
                 "conditions": conditions(load),
             }
         )
     )
-
-
-def weight_bytes(engine: Engine) -> int:
-    """Bytes of target weights that one pass reads (the embedding table is read a row at a time)."""
-    config = engine.target.config
-    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * width + 2 * kv_width)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    total = config.num_layers * layer + config.hidden_size * engine.vocab_size
-    return total * engine.target.dtype.itemsize
 
 
 if __name__ == "__main__":

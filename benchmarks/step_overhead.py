@@ -1,0 +1,148 @@
+"""What the engine adds to the models: wall time of steps against the model forwards inside them.
+
+    python -m benchmarks.step_overhead [--cpu-weights float32] [--force]
+
+Timed as forwards: the target's pass, the draft's backbone, its LM head, its sequential and confidence heads, and the
+writing of its context. The rest is scheduling, layout, sampling, verification, detokenising. Decoding steps only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.common import (
+    conditions,
+    kv_bytes,
+    load_prompts,
+    matmul_rate,
+    read_bandwidth,
+    require_quiet_machine,
+    weight_bytes,
+    weight_count,
+)
+from dspark_core.sampling import SamplingParams
+from server.config import ServerConfig
+from server.engine import Engine
+from server.loader import load_engine
+from server.request import RequestParams
+
+BATCHES = (1, 16)
+
+
+class Stopwatch:
+    """Seconds spent in the calls it watches, and rows of the target's passes."""
+
+    def __init__(self) -> None:
+        self.seconds, self.rows, self._depth = 0.0, 0, 0
+
+    def watched(self, call: Callable[..., Any], *, target: bool = False) -> Callable[..., Any]:
+        """The same call, timed; a call inside another is not counted twice."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += time.perf_counter() - start
+                    self.rows += len(args[0].token_ids) if target else 0
+
+        return run
+
+
+@contextmanager
+def watch(engine: Engine) -> Iterator[Stopwatch]:
+    """Time the engine's model calls for a while."""
+    watchers: list[tuple[Any, str]] = [(engine.target, "forward")]
+    if engine.drafter:
+        draft = engine.drafter.model
+        watchers += [(draft, "block_hidden"), (draft, "write_context")]
+        if draft.lm_head is not engine.target.lm_head:
+            watchers.append((draft.lm_head, "forward"))
+        if draft.markov_head:
+            watchers += [(draft.markov_head, name) for name in ("embed", "step", "bias")]
+        if draft.confidence_head:
+            watchers.append((draft.confidence_head, "forward"))
+    if engine.drafter and engine.drafter.model.lm_head is engine.target.lm_head:
+        watchers.append((engine.target.lm_head, "forward"))  # shared: inside the target's pass it is not counted again
+    stopwatch = Stopwatch()
+    for owner, name in watchers:
+        call = getattr(owner, name)
+        object.__setattr__(owner, name, stopwatch.watched(call, target=owner is engine.target))
+    try:
+        yield stopwatch
+    finally:
+        for owner, name in watchers:
+            object.__delattr__(owner, name)
+
+
+def measure(engine: Engine, batch: int, temperature: float, speculative: bool, steps: int) -> dict[str, float]:
+    """Decode `batch` requests side by side and time `steps` steps in which all of them decode."""
+    params = RequestParams(SamplingParams(temperature=temperature), ignore_eos=True, speculative=speculative)
+    prompts = load_prompts()
+    requests = []
+    for index in range(batch):
+        content = prompts[index % len(prompts)]["prompt"]
+        ids = engine.tokenizer.encode_chat([{"role": "user", "content": content}])
+        requests.append(engine.make_request(ids, params))
+        engine.add(requests[-1])
+    while any(request.num_generated < 3 for request in requests):
+        engine.step()
+    before = sum(request.num_generated for request in requests)
+    wall = 0.0
+    with watch(engine) as stopwatch:
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            wall += time.perf_counter() - start
+    tokens = sum(request.num_generated for request in requests) - before
+    context = sum(len(request.tokens) for request in requests)
+    for request in requests:
+        engine.abort(request)
+    return {
+        "wall_ms": wall / steps * 1e3,
+        "forwards_ms": stopwatch.seconds / steps * 1e3,
+        "ratio": wall / stopwatch.seconds,
+        "target_rows": stopwatch.rows / steps,
+        "tokens_per_step": tokens / steps,
+        "context": context,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--force", action="store_true", help="run on a busy machine")
+    args = parser.parse_args()
+    load = require_quiet_machine(args.force)
+    config = {"ckpt": "demo", "max_model_len": 1024, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
+    engine = load_engine(ServerConfig.model_validate(config))
+    bandwidth, rate = read_bandwidth(), matmul_rate()
+    measure(engine, 2, 0.0, True, 3)  # warms up
+    results = []
+    print(f"{'batch':>6}{'T':>4}{'':>13}{'step ms':>9}{'forwards ms':>13}{'ratio':>7}{'target ceiling ms':>19}")
+    for batch in BATCHES:
+        for temperature in (0.0, 1.0):
+            for speculative in (False, True):
+                row = measure(engine, batch, temperature, speculative, args.steps)
+                reading = weight_bytes(engine, args.cpu_weights) + kv_bytes(engine, int(row["context"]))
+                ceiling = max(reading / bandwidth, 2 * weight_count(engine) * row["target_rows"] / rate)
+                kind = "speculative" if speculative else "plain"
+                print(f"{batch:6}{temperature:4.0f}{kind:>13}{row['wall_ms']:9.1f}{row['forwards_ms']:13.1f}", end="")
+                print(f"{row['ratio']:7.3f}{ceiling * 1e3:19.1f}")
+                name = {"batch": batch, "temperature": temperature, "speculative": speculative}
+                results.append(name | row | {"target_ceiling_ms": ceiling * 1e3})
+    result = {"benchmark": "step_overhead", "cpu_weights": args.cpu_weights, "results": results}
+    print(json.dumps(result | {"conditions": conditions(load)}))
+
+
+if __name__ == "__main__":
+    main()
