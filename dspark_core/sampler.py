@@ -56,6 +56,7 @@ class Round:
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
         self.penalties = {i: Penalties(s, device) for i, s in enumerate(sources) if s.params.penalised}
+        self.draft_u = torch.empty(len(self.ratio), 0, dtype=torch.float64, device=device)
         self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
         self.noise: list[Tensor] = []  # per slot [len(coupled), V]
 
@@ -84,8 +85,7 @@ class Round:
         if self.ratio_filters is not None:
             probs = probabilities(logits[self.ratio], self.ratio_filters)
             self.draft_probs.append(probs)
-            u = uniform(self.keys[self.ratio], self.rounds[self.ratio], int(Purpose.DRAFT), slot)
-            ids[self.ratio] = draw(probs, u)
+            ids[self.ratio] = draw(probs, self._draft_u(slot))
         if self.coupled_filters is not None:
             probs = probabilities(logits[self.coupled], self.coupled_filters)
             ids[self.coupled] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
@@ -111,6 +111,8 @@ class Round:
             (self.ratio, self._ratio),
             (self.coupled, self._coupled),
         ):
+            if len(index) == len(lens):
+                return rule(logits, owner, draft_ids, start, lens)  # all alike: no copy of their rows
             if len(index):
                 rows = torch.isin(owner, index).nonzero().squeeze(-1)
                 local = torch.searchsorted(index, owner[rows])
@@ -129,7 +131,7 @@ class Round:
         return verify_ratio(
             probabilities(logits, self.ratio_filters.rows(local)),
             draft_ids,
-            torch.stack(self.draft_probs, 1) if self.draft_probs else logits.new_zeros(len(keys), 0, logits.shape[-1]),
+            self.draft_probs,
             start,
             lens,
             accept_u=uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(Purpose.ACCEPT), slots),
@@ -143,6 +145,14 @@ class Round:
         slot = torch.arange(len(local), device=self.device) - start[local]
         choices = coupled_choices(probabilities(logits, self.coupled_filters.rows(local)), noise[local, slot])
         return verify_choices(choices, draft_ids, start, lens)
+
+    def _draft_u(self, slot: int) -> Tensor:
+        """[len(ratio)] uniform numbers of a slot; made for many slots at once, since each call costs as much."""
+        while self.draft_u.shape[1] <= slot:
+            slots = torch.arange(self.draft_u.shape[1], self.draft_u.shape[1] + 16, device=self.device)
+            keys, rounds = self.keys[self.ratio].unsqueeze(-1), self.rounds[self.ratio].unsqueeze(-1)
+            self.draft_u = torch.cat((self.draft_u, uniform(keys, rounds, int(Purpose.DRAFT), slots)), -1)
+        return self.draft_u[:, slot].contiguous()
 
     def _noise(self, slot: int, vocab: int) -> Tensor:
         """[len(coupled), V] noise of the positions that `slot` predicts; made once, used by draft and target."""

@@ -78,7 +78,7 @@ def _expect(name: str, value: Any, holds: bool, expected: str) -> None:
 class Filters:
     """Per-row temperature and filters, [N] each; None where no row uses that filter."""
 
-    temperature: Tensor
+    temperature: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
@@ -91,7 +91,7 @@ class Filters:
             return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
-            torch.tensor([p.temperature for p in params], device=device),
+            column([p.temperature for p in params], 1.0),
             column([min(max(p.top_k, 0), MAX_TOP_K) for p in params], 0, torch.int64),
             column([p.top_p for p in params], 1.0),
             column([p.min_p for p in params], 0.0),
@@ -100,7 +100,7 @@ class Filters:
     def rows(self, index: Tensor) -> Filters:
         """The filters of the given rows, repeats allowed."""
         parts = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return Filters(*(None if part is None else part[index] for part in parts))  # type: ignore[arg-type]
+        return Filters(*(None if part is None else part[index] for part in parts))
 
 
 def probabilities(logits: Tensor, filters: Filters) -> Tensor:
@@ -116,8 +116,9 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
         [N, V] float32, each row summing to 1; the most likely token is always kept.
     """
     scaled = logits.float()
-    # The maximum becomes 0 first, so that tiny temperatures cannot overflow.
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / filters.temperature.unsqueeze(-1)
+    if filters.temperature is not None:
+        # The maximum becomes 0 first, so that tiny temperatures lose no digits. Softmax does the same to the others.
+        scaled = (scaled - scaled.amax(-1, keepdim=True)).div_(filters.temperature.unsqueeze(-1))
     probs = torch.softmax(scaled, -1)
     threshold = _ranked_threshold(probs, filters)
     if filters.min_p is not None:
@@ -125,7 +126,7 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
         threshold = least if threshold is None else torch.maximum(threshold, least)
     if threshold is None:
         return probs
-    return torch.softmax(scaled.masked_fill_(probs < threshold, float("-inf")), -1)
+    return torch.softmax(scaled.masked_fill(probs < threshold, float("-inf")), -1)
 
 
 def _ranked_threshold(probs: Tensor, filters: Filters) -> Tensor | None:

@@ -7,6 +7,7 @@ target adds (corrected at the first rejection, else the bonus).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def coupled_choices(probs: Tensor, noise: Tensor) -> Tensor:
 def verify_ratio(
     target_probs: Tensor,
     draft_ids: Tensor,
-    draft_probs: Tensor,
+    draft_probs: Sequence[Tensor],
     row_start: Tensor,
     verify_lens: Tensor,
     *,
@@ -83,19 +84,24 @@ def verify_ratio(
 
     Args:
         target_probs: [sum(l + 1), V] float32.
-        draft_ids: [R, K]; `draft_probs` [R, K, V] is the very distribution they were drawn from.
+        draft_ids: [R, K]; `draft_probs`, [R, V] of each slot, are the very distributions they were drawn from.
         accept_u: [R, K] float64 in [0, 1); `residual_u`: [R]. From streams independent of the draft's.
     """
-    num_requests, num_slots = draft_ids.shape
+    num_slots = draft_ids.shape[1]
     if num_slots == 0:
         return Verified(torch.zeros_like(row_start), draw(target_probs[row_start], residual_u))
     p_target = target_probs[_rows(row_start, verify_lens, num_slots), draft_ids]
-    p_draft = draft_probs.gather(-1, draft_ids.unsqueeze(-1)).squeeze(-1)
+    p_draft = torch.cat([p.gather(-1, draft_ids[:, k : k + 1]) for k, p in enumerate(draft_probs)], -1)
     num_accepted = _leading(accept_u * p_draft < p_target, verify_lens)
     last = target_probs[row_start + num_accepted]
-    request = torch.arange(num_requests, device=draft_ids.device)
-    proposed = draft_probs[request, num_accepted.clamp_max(num_slots - 1)]
-    residual = (last - proposed).clamp_min(0)
+    residual = (last - _at_slots(draft_probs, num_accepted.clamp_max(num_slots - 1))).clamp_min_(0)
     rejected = (num_accepted < verify_lens) & (residual.sum(-1) > 0)
     weights = torch.where(rejected.unsqueeze(-1), residual, last)
     return Verified(num_accepted, draw(weights, residual_u))
+
+
+def _at_slots(draft_probs: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """[R, V]: each request's distribution at its own slot."""
+    if slots.device.type == "cpu":  # all slots side by side would be a copy of many megabytes
+        return torch.stack([draft_probs[slot][request] for request, slot in enumerate(slots.tolist())])
+    return torch.stack(list(draft_probs))[slots, torch.arange(len(slots), device=slots.device)]

@@ -35,7 +35,7 @@ def ratio_one(
     verified = verify_ratio(
         torch.tensor(target),
         torch.tensor([drafted]),
-        torch.tensor([draft]),
+        torch.tensor([draft]).unbind(1),
         start,
         lens,
         accept_u=torch.tensor([accept_u], dtype=torch.float64),
@@ -65,9 +65,7 @@ def test_no_slots_at_all_yield_one_token() -> None:
     assert outcome(verify_choices(torch.tensor([4, 9]), nothing, start, lens)) == [(0, 4), (0, 9)]
     probs = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     u = torch.tensor([0.9, 0.6], dtype=torch.float64)
-    found = verify_ratio(
-        probs, nothing, torch.empty(2, 0, 2), start, lens, accept_u=torch.empty(2, 0).double(), residual_u=u
-    )
+    found = verify_ratio(probs, nothing, [], start, lens, accept_u=torch.empty(2, 0).double(), residual_u=u)
     assert outcome(found) == [(0, 1), (0, 1)]
 
 
@@ -162,7 +160,7 @@ def test_batches_equal_the_loop_over_single_requests() -> None:
         drafted = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(300, slots)
         accept_u = torch.rand(300, slots, dtype=torch.float64, generator=generator)
         residual_u = torch.rand(300, dtype=torch.float64, generator=generator)
-        found = verify_ratio(target, drafted, draft, start, lengths, accept_u=accept_u, residual_u=residual_u)
+        found = verify_ratio(target, drafted, draft.unbind(1), start, lengths, accept_u=accept_u, residual_u=residual_u)
         expected = [
             paper_loop(
                 target[start[r] : start[r] + lens[r] + 1].numpy(),
