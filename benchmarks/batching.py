@@ -2,7 +2,8 @@
 
     python -m benchmarks.batching [--cpu-weights float32] [--temperature 0] [--force]
 
-Every point answers the same prompts to the same lengths; the ceiling is that of the target's passes alone.
+Every point answers the same 16 prompts to the same lengths, so that the last ones of a point may run with fewer beside
+them; without the prefix cache. The ceiling is that of the target's passes alone.
 """
 
 from __future__ import annotations
@@ -29,16 +30,12 @@ from server.request import Request, RequestParams
 CONCURRENT = (1, 2, 4, 8, 16)
 
 
-def measure(engine: Engine, concurrent: int, params: RequestParams, count: int) -> dict[str, float]:
-    """Keep `concurrent` requests running until `count` are answered; prompts count as time, not as tokens."""
-    prompts = load_prompts()
-    requests = [
-        engine.make_request(
-            engine.tokenizer.encode_chat([{"role": "user", "content": prompts[i % len(prompts)]["prompt"]}]), params
-        )
-        for i in range(count)
-    ]
-    engine.memory.clear_cache()
+def measure(engine: Engine, concurrent: int, params: RequestParams) -> dict[str, float]:
+    """Keep `concurrent` requests running until all are answered; prompts count as time, not as tokens."""
+    contents = [item["prompt"] for item in load_prompts()]
+    contents = (contents + [f"{content} Be brief." for content in contents])[: max(CONCURRENT)]
+    chats = [engine.tokenizer.encode_chat([{"role": "user", "content": content}]) for content in contents]
+    requests = [engine.make_request(ids, params) for ids in chats]
     waiting, running = list(requests), list[Request]()
     start = time.perf_counter()
     while waiting or running:
@@ -67,8 +64,9 @@ def main() -> None:
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
     config = {"ckpt": "demo", "max_model_len": 1024, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
-    engine = load_engine(ServerConfig.model_validate(config))
+    engine = load_engine(ServerConfig.model_validate(config | {"prefix_cache": False}))
     bandwidth, rate = read_bandwidth(), matmul_rate()
+    measure(engine, max(CONCURRENT), RequestParams(SamplingParams(temperature=0), max_tokens=4))  # warms up
     results = []
     print(
         f"{'at once':>8}{'plain tok/s':>13}{'x alone':>9}{'ceiling':>9}{'dspark tok/s':>14}{'x alone':>9}{'length':>8}"
@@ -78,7 +76,7 @@ def main() -> None:
         for name, speculative in (("plain", False), ("speculative", True)):
             sampling = SamplingParams(temperature=args.temperature)
             params = RequestParams(sampling, max_tokens=args.max_tokens, ignore_eos=True, speculative=speculative)
-            found = measure(engine, concurrent, params, max(concurrent, 6))
+            found = measure(engine, concurrent, params)
             row |= {f"{name}_{key}": value for key, value in found.items()}
         a_pass = max(weight_bytes(engine, args.cpu_weights) / bandwidth, 2 * weight_count(engine) * concurrent / rate)
         row["plain_ceiling_tokens_per_s"] = concurrent / a_pass

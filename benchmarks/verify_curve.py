@@ -65,6 +65,8 @@ def main() -> None:
     load = require_quiet_machine(args.force)
     config = {"ckpt": "demo", "max_model_len": 2048, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
     engine = load_engine(ServerConfig.model_validate(config))
+    for memory in (engine.pool.keys, engine.pool.values):
+        memory[:, : args.context + max(ROWS)].normal_()  # untouched memory would be read from one page of zeros
     bandwidth, rate = read_bandwidth(), matmul_rate()
     weights = weight_bytes(engine, args.cpu_weights)
     print(f"{args.cpu_weights}: {weights / 1e6:.0f} MB of weights a pass, {bandwidth / 1e9:.1f} GB/s,", end=" ")

@@ -80,6 +80,7 @@ def _routes(engine: AsyncEngine, config: ServerConfig) -> APIRouter:
 
 def submit(engine: AsyncEngine, request: GenerateRequest, prompt_ids: list[int]) -> Generation:
     """Hand every choice to the engine; when it refuses one, take back those before it."""
+    engine.check_queue(request.n)
     streams: list[Stream] = []
     with ExitStack() as undo:
         for index in range(request.n):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
+from dspark_core.errors import RequestError
 from server.engine import Engine
 from server.request import Delta, Request, RequestParams
 
@@ -31,7 +32,7 @@ class QueueFullError(RuntimeError):
     """More requests wait than the server is told to hold. `retry_after` says in how many seconds to come back."""
 
     def __init__(self, max_queue: int, retry_after: int) -> None:
-        super().__init__(f"{max_queue} requests are waiting already, as many as may; try again in {retry_after} s")
+        super().__init__(f"the queue is full: at most {max_queue} requests wait; try again in {retry_after} s")
         self.retry_after = retry_after
 
 
@@ -80,6 +81,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, max_queue: int | None = None) -> None:
         self.engine, self.max_queue = engine, max_queue
         self._commands: deque[Callable[[], None]] = deque()
+        self._arriving = 0  # requests among the commands
         self._wake = threading.Condition()
         self._streams: dict[int, Stream] = {}
         self._stopping = False
@@ -127,26 +129,37 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request does not fit the model.
-            QueueFullError: too many wait already.
             EngineDeadError: the engine does not run.
         """
         if not self.healthy:
             raise EngineDeadError("the engine is not running")
-        self._check_queue()
         request = self.engine.make_request(prompt_ids, params)
         stream = Stream(self, request)
-        self._command(lambda: self._add(stream))
+        with self._wake:
+            self._command(lambda: self._add(stream))
+            self._arriving += 1
         return stream
 
-    def _check_queue(self) -> None:
-        """Refuse a request that would have to wait behind too many. What is on its way to the engine counts."""
-        scheduler = self.engine.scheduler
-        places = max(scheduler.max_num_seqs - self.num_running, 0)
-        if self.max_queue is None or self.num_waiting + len(self._commands) < self.max_queue + places:
+    def check_queue(self, count: int = 1) -> None:
+        """Refuse `count` requests that come together if they would have to wait behind too many.
+
+        Raises:
+            RequestError: they are more than could ever be taken at once.
+            QueueFullError: too many wait already.
+        """
+        if self.max_queue is None:
             return
-        oldest = min((request.arrived for request in list(scheduler.waiting)), default=time.monotonic())
+        scheduler = self.engine.scheduler
+        if count > (most := scheduler.max_num_seqs + self.max_queue):
+            raise RequestError(f"n is {count}, expected at most {most}: so many may run and wait here", "n")
+        with self._wake:
+            waiting = self._arriving + self.num_waiting
+            free = max(scheduler.max_num_seqs - self.num_running, 0)
+            arrived = [request.arrived for request in list(scheduler.waiting)]
+        if waiting + count <= self.max_queue + free:
+            return
         # Who waits for so long has no hope to get through sooner.
-        waited = math.ceil(time.monotonic() - oldest)
+        waited = math.ceil(time.monotonic() - min(arrived, default=time.monotonic()))
         raise QueueFullError(self.max_queue, min(max(waited, 1), MAX_RETRY_AFTER_S))
 
     def abort(self, request: Request) -> None:
@@ -162,7 +175,9 @@ class AsyncEngine:
 
     def _add(self, stream: Stream) -> None:
         self._streams[id(stream.request)] = stream
-        self.engine.add(stream.request)
+        with self._wake:
+            self._arriving -= 1
+            self.engine.add(stream.request)
 
     def _abort(self, request: Request) -> None:
         if id(request) in self._streams and (delta := self.engine.abort(request)):

@@ -209,6 +209,7 @@ class Engine:
             rows = slice(row, row + verified + 1)
             row = rows.stop
             if not all(finite[rows]):
+                self.memory.forget(item.request.table)  # an earlier part of the prompt may be to blame
                 outcomes.append((item.request, self._fail(item.request, "the target's scores are not finite")))
                 continue
             if delta := self._append(item, verified, tokens, logits[rows]):

@@ -70,11 +70,11 @@ class KVMemory:
             tokens: all tokens of the request.
             draft_context: whether the pages must hold the draft's context too.
         """
-        while self.cache and (content := self.next_page(table, tokens, draft_context=draft_context)):
-            end = table.kv_len + self.page_size
-            node = self.cache.find(content) if table.kv_len % self.page_size == 0 and end < len(tokens) else None
+        while self.cache and (content := self.wanted(table, tokens, draft_context=draft_context)):
+            node = self.cache.find(content)
             if node is None:
                 return
+            end = table.kv_len + self.page_size
             self._use(node.page)
             index = table.kv_len // self.page_size
             for page in table.pages[index : index + 1]:
@@ -83,6 +83,12 @@ class KVMemory:
             table.node, table.kv_len = node.number, end
             table.draft_context_len = end if draft_context else 0
             self.shared_tokens += self.page_size
+
+    def wanted(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> Content | None:
+        """What a page must hold to serve the next tokens; None inside a page and for the last token."""
+        if table.kv_len % self.page_size or table.kv_len + self.page_size >= len(tokens):
+            return None
+        return self.next_page(table, tokens, draft_context=draft_context)
 
     def next_page(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> Content | None:
         """What the first page that is not full will hold; None if the tokens do not fill it."""
@@ -120,8 +126,12 @@ class KVMemory:
             content = self.next_page(table, tokens, draft_context=draft_context)
             assert content, "committed more than the request has tokens"
             index = table.kv_len // self.page_size
-            table.node = self.cache.add(content, table.pages[index]).number
-            table.kv_len = (index + 1) * self.page_size
+            known = self.cache.add(content, table.pages[index])
+            if known.page != table.pages[index]:  # another request computed the same meanwhile
+                self._use(known.page)
+                self._leave(table.pages[index])
+                table.pages[index] = known.page
+            table.node, table.kv_len = known.number, (index + 1) * self.page_size
         table.kv_len = end
         table.draft_context_len = end if draft_context else 0
 
@@ -137,6 +147,12 @@ class KVMemory:
         self.rollback(table, 0)
         table.kv_len = table.draft_context_len = 0
         table.node = ROOT
+
+    def forget(self, table: PageTable) -> None:
+        """Let nobody else find the pages of this table: what they hold is not to be trusted."""
+        if self.cache:
+            for page in table.pages:
+                self.cache.forget(page)
 
     def clear_cache(self) -> None:
         """Forget every cached page that nobody uses."""
@@ -177,6 +193,4 @@ class KVMemory:
         assert free.isdisjoint(idle), "a page is cached and free"
         assert set(idle).isdisjoint(used), "a page is used and said to be idle"
         assert used == self._users, "users are miscounted"
-        shared = [page for page, count in used.items() if count > 1]
-        assert all(self.cache and page in self.cache for page in shared), "a page is shared that is not cached"
         assert len(used) + len(free) + len(idle) == self.num_pages, "a page is lost"

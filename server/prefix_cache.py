@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ROOT = 0
@@ -30,6 +31,14 @@ class Node(NamedTuple):
     page: int
 
 
+@dataclass
+class _Entry:
+    """A text's number, and its pages: at most one with the draft's context and one without."""
+
+    number: int
+    pages: dict[bool, int] = field(default_factory=dict)
+
+
 class PrefixCache:
     """A tree of pages by content. Compared by the tokens themselves: no two prompts are ever mistaken for each other.
 
@@ -38,7 +47,7 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[Content, Node] = {}
+        self._entries: dict[tuple[int, tuple[int, ...]], _Entry] = {}
         self._contents: dict[int, Content] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._count = ROOT
@@ -57,18 +66,25 @@ class PrefixCache:
 
     def find(self, content: Content) -> Node | None:
         """The page with this content; without a need for the draft's context, one with it will do too."""
-        if not content.draft_context and (node := self._nodes.get(content._replace(draft_context=True))):
-            return node
-        return self._nodes.get(content)
+        entry = self._entries.get((content.parent, content.tokens))
+        if entry is None:
+            return None
+        page = entry.pages.get(True)
+        if page is None and not content.draft_context:
+            page = entry.pages.get(False)
+        return None if page is None else Node(entry.number, page)
 
     def add(self, content: Content, page: int) -> Node:
         """Make a page known; if another has the same content, that one stays the known one and is returned."""
-        if node := self._nodes.get(content):
-            return node
-        self._count += 1
-        node = self._nodes[content] = Node(self._count, page)
-        self._contents[page] = content
-        return node
+        key = content.parent, content.tokens
+        if key not in self._entries:
+            self._count += 1
+            self._entries[key] = _Entry(self._count)
+        entry = self._entries[key]
+        if content.draft_context not in entry.pages:
+            entry.pages[content.draft_context] = page
+            self._contents[page] = content
+        return Node(entry.number, entry.pages[content.draft_context])
 
     def use(self, page: int) -> None:
         """Keep a page from being forgotten: somebody uses it."""
@@ -80,6 +96,18 @@ class PrefixCache:
 
     def forget_oldest(self) -> int:
         """Forget the page that has been idle for longest, and return it."""
-        page, _ = self._idle.popitem(last=False)
-        del self._nodes[self._contents.pop(page)]
+        page = next(iter(self._idle))
+        self.forget(page)
         return page
+
+    def forget(self, page: int) -> None:
+        """Find this page no more, if it was known, used or not."""
+        content = self._contents.pop(page, None)
+        if content is None:
+            return
+        self._idle.pop(page, None)
+        key = content.parent, content.tokens
+        entry = self._entries[key]
+        del entry.pages[content.draft_context]
+        if not entry.pages:
+            del self._entries[key]

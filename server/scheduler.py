@@ -81,11 +81,11 @@ class RequestScheduler:
         """
         keeps = self.keeps_context(request)
         self.memory.share(request.table, request.tokens, draft_context=keeps)
-        page = self.memory.next_page(request.table, request.tokens, draft_context=keeps)
-        if page in started:
-            return None  # in the next step it is there
-        if page and self.memory.cache:
-            started.add(page)
+        if self.memory.cache:
+            if self.memory.wanted(request.table, request.tokens, draft_context=keeps) in started:
+                return None  # in the next step it is there
+            if page := self.memory.next_page(request.table, request.tokens, draft_context=keeps):
+                started.add(page)
         size = min(request.pending, budget)
         return Work(request, size, 0, decides=size == request.pending)
 
@@ -117,6 +117,7 @@ class RequestScheduler:
         request = self.waiting[0]
         self.memory.share(request.table, request.tokens, draft_context=self.keeps_context(request))
         if not self.memory.reserve(request.table, len(request.tokens) + self.num_slots(request)):
+            self.memory.shared_tokens -= request.table.kv_len  # found in vain
             self.memory.release(request.table)
             return False
         self.running.append(self.waiting.popleft())

@@ -104,7 +104,7 @@ def silu(x: Tensor) -> Tensor:
     `F.silu` is split among threads at element counts, and the ends of the parts, which may fall inside a row, take
     another exponential than the rest. `torch.exp` has one for all, and the other operations are exactly rounded.
     """
-    if x.requires_grad:
+    if x.requires_grad or x.dtype != torch.float32:
         return x / (1 + torch.exp(-x))
     divisor = x.neg().exp_().add_(1)  # in place: fresh memory for every step costs more than the arithmetic
     return torch.div(x, divisor, out=divisor)

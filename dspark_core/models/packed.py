@@ -82,9 +82,9 @@ class Float16Linear(PackedLinear):
     """Weights rounded to float16 and packed for FBGEMM."""
 
     def pack(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        largest = torch.finfo(torch.float16).max
-        if weight.abs().max() > largest:
-            raise RuntimeError(f"a weight is beyond {largest:g}, the largest float16")
+        largest, found = torch.finfo(torch.float16).max, weight.abs().max().item()
+        if not found <= largest:  # nor if it is NaN, which would become a number
+            raise RuntimeError(f"the largest weight is {found:g}, expected at most {largest:g}, the largest float16")
         packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), self.bias)
         linear = torch.ops.quantized.linear_dynamic_fp16.default
         return lambda x: linear(x, packed)
@@ -94,6 +94,8 @@ class Int4Linear(PackedLinear):
     """Weights rounded to 16 levels in every group of 32 inputs; inputs and outputs of the kernel are bfloat16."""
 
     def pack(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        if not weight.isfinite().all():
+            raise RuntimeError("some weights are not finite")
         codes, scales_and_zeros = quantise_int4(weight)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         linear, bias = torch.ops.aten._weight_int4pack_mm_for_cpu.default, self.bias

@@ -92,6 +92,8 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate `x` [..., heads, head_dim] by its rows' angles (half-split layout)."""
     cos, sin = rotary
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    if x.dtype != sin.dtype:
+        return swapped * sin + x * cos
     return swapped.mul_(sin).add_(x * cos)
 
 

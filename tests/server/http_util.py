@@ -142,6 +142,9 @@ class FakeEngine:
     def stop(self) -> None:
         self.healthy = False
 
+    def check_queue(self, count: int) -> None:
+        """There is room for any number."""
+
     def submit(self, prompt_ids: list[int], params: RequestParams) -> FakeStream:
         if not self.healthy:
             raise EngineDeadError("the engine is not running")

@@ -118,18 +118,30 @@ async def test_an_abort_in_the_queue_frees_the_place() -> None:
 
 @pytest.mark.parametrize("max_queue", [0, 2])
 async def test_more_may_not_wait_than_the_queue_holds(max_queue: int) -> None:
+    def full(served: AsyncEngine, count: int = 1) -> bool:
+        with contextlib.suppress(QueueFullError):
+            served.check_queue(count)
+            return False
+        return True
+
     async with running(tiny(max_num_seqs=2), max_queue) as served:
         with served._wake:  # the thread takes none of them before all have come
-            streams = [served.submit(PROMPT, ENDLESS) for _ in range(2 + max_queue)]
-            with pytest.raises(QueueFullError, match=f"^{max_queue} requests are waiting already") as refused:
-                served.submit(PROMPT, ENDLESS)
-        assert refused.value.retry_after == 1
+            streams = []
+            for left in range(2 + max_queue, 0, -1):
+                assert not full(served, left)
+                assert left == 2 + max_queue or full(served, left + 1)
+                streams.append(served.submit(PROMPT, ENDLESS))
+            assert full(served)
         await eventually(lambda: served.num_running == 2)
-        with pytest.raises(QueueFullError):
-            served.submit(PROMPT, ENDLESS)
+        assert full(served)
         streams.pop(0).abort()
         await eventually(lambda: served.num_running + served.num_waiting == 1 + max_queue)
-        assert await ids(served.submit(PROMPT, PARAMS)) == expected(PROMPT)
+        assert not full(served)
+        with served._wake:
+            streams.pop().abort()
+            assert not full(served), "an abort is no request"
+        with pytest.raises(RequestError, match=f"^n is {3 + max_queue}, expected at most {2 + max_queue}"):
+            served.check_queue(3 + max_queue)
         for stream in streams:
             stream.abort()
 
@@ -141,7 +153,7 @@ async def test_whoever_is_refused_comes_back_after_as_long_as_others_waited() ->
         for waited, retry in ((6.5, 7), (10_000, MAX_RETRY_AFTER_S)):
             streams[1].request.arrived = time.monotonic() - waited
             with pytest.raises(QueueFullError) as refused:
-                served.submit(PROMPT, ENDLESS)
+                served.check_queue()
             assert refused.value.retry_after == retry
         for stream in streams:
             stream.abort()

@@ -182,19 +182,20 @@ def test_a_self_test_does_not_spoil_cached_pages() -> None:
     assert run_one(engine, LONG, PARAMS).ids == expected(LONG)
 
 
-def test_scores_that_are_not_finite_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of the step whose scores were broken are not found by the next request."""
-    engine = make_engine(make_draft("vanilla"))
+@pytest.mark.parametrize("budget", [512, 32])
+def test_scores_that_are_not_finite_are_not_kept(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    """Keys broken in the first step spoil the request, all parts of its prompt, and nobody after it."""
+    engine = make_engine(make_draft("vanilla"), max_num_batched_tokens=budget)
     forward = engine.target.forward
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         output.logits.fill_(torch.nan)
-        engine.pool.keys.fill_(torch.nan)
+        engine.pool.values[:, : 2 * PAGE].fill_(torch.nan)
+        monkeypatch.undo()
         return output
 
     monkeypatch.setattr(engine.target, "forward", broken)
     assert run_one(engine, LONG, PARAMS).last.error
-    monkeypatch.undo()
     assert run_one(engine, LONG, PARAMS).ids == expected(LONG)
     assert engine.memory.shared_tokens == 0

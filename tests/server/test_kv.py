@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kv import KVMemory, PageTable
-from server.prefix_cache import PrefixCache
 
 SIZE, PAGES = 4, 10
 LETTERS = range(10_000)
@@ -87,18 +86,20 @@ class Model:
         assert memory.num_free == PAGES - len({page for table in tables for page in table.pages})
 
 
-VERBS = st.sampled_from(["reserve", "commit", "share", "rollback", "release"])
-ACTIONS = st.lists(st.tuples(st.integers(0, 3), VERBS, st.integers(0, SIZE * (PAGES + 2))), max_size=60)
-TEXTS = st.lists(  # of two letters: the same beginnings are frequent
-    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=SIZE * PAGES), st.booleans()), min_size=4, max_size=4
+VERBS = st.sampled_from(["reserve", "reserve", "commit", "commit", "commit", "share", "share", "rollback", "release"])
+ACTIONS = st.lists(st.tuples(st.integers(0, 3), VERBS, st.integers(0, SIZE * (PAGES + 2))), min_size=20, max_size=80)
+# Where each text leaves the common stem, how long it is, and whether its request drafts.
+TEXTS = st.lists(
+    st.tuples(st.integers(0, SIZE * 4), st.integers(1, SIZE * PAGES), st.booleans()), min_size=4, max_size=4
 )
 
 
 @settings(max_examples=400)
 @given(st.booleans(), TEXTS, ACTIONS)
 def test_tables_read_their_own_text_whatever_happens(
-    prefix_cache: bool, texts: list[tuple[list[int], bool]], actions: list[tuple[int, str, int]]
+    prefix_cache: bool, branches: list[tuple[int, int, bool]], actions: list[tuple[int, str, int]]
 ) -> None:
+    texts = [([min(i, leaves) for i in range(size)], context) for leaves, size, context in branches]
     model = Model(prefix_cache, texts)
     for who, verb, amount in actions:
         owner = model.owners[who]
@@ -193,6 +194,42 @@ def test_a_page_in_use_is_never_forgotten() -> None:
     assert table.kv_len == 3 * SIZE
 
 
+def test_nothing_is_shared_from_the_middle_of_a_page() -> None:
+    memory, text, table = KVMemory(PAGES, SIZE), [*LETTERS[: 3 * SIZE]], PageTable()
+    memory.reserve(table, len(text))
+    memory.commit(table, text, 1, draft_context=True)
+    filled(memory, text)
+    memory.share(table, text, draft_context=True)
+    assert table.kv_len == 1
+
+
+def test_plain_requests_use_pages_with_the_drafts_context() -> None:
+    memory, text = KVMemory(PAGES, SIZE), [*LETTERS[: 2 * SIZE + 1]]
+    memory.release(filled(memory, text))
+    assert shared(memory, text, draft_context=False) == 2 * SIZE
+
+
+def test_a_short_text_with_context_does_not_hide_a_long_one_without() -> None:
+    memory, text = KVMemory(PAGES, SIZE), [*LETTERS[: 4 * SIZE + 1]]
+    filled(memory, text, draft_context=False)
+    filled(memory, text[: SIZE + 1])
+    assert shared(memory, text, draft_context=False) == 4 * SIZE
+    assert shared(memory, text) == SIZE
+
+
+def test_forgotten_pages_are_not_found_and_come_back_when_they_are_left() -> None:
+    memory, text = KVMemory(4, SIZE), [*LETTERS[: 2 * SIZE + 1]]
+    table, twin = filled(memory, text), PageTable()
+    memory.share(twin, text, draft_context=True)
+    memory.forget(table)
+    assert shared(memory, text) == 0
+    memory.check_integrity([table, twin])
+    for other in (table, twin):
+        memory.release(other)
+    assert memory.cache
+    assert (memory.num_free, memory.cache.num_idle) == (4, 0)
+
+
 def test_without_the_cache_nothing_is_shared() -> None:
     memory, text = KVMemory(PAGES, SIZE, prefix_cache=False), [*LETTERS[: 2 * SIZE + 1]]
     filled(memory, text)
@@ -208,6 +245,7 @@ def test_what_two_computed_at_once_is_known_once() -> None:
     for table in tables:
         memory.commit(table, text, len(text), draft_context=True)
     memory.check_integrity(tables)
+    assert tables[0].pages[:2] == tables[1].pages[:2], "one of the two is given back"
     assert tables[0].node == tables[1].node, "what follows is found by both"
     for table in tables:
         memory.release(table)
@@ -215,16 +253,15 @@ def test_what_two_computed_at_once_is_known_once() -> None:
     assert memory.cache.num_idle == 2
 
 
-def test_a_forgotten_parent_s_children_are_not_found() -> None:
-    """Numbers of nodes are not used again: a page computed anew has no children of old."""
-    cache = PrefixCache()
-    memory, text = KVMemory(3, SIZE), [*LETTERS[: 2 * SIZE]]
-    memory.cache = cache
-    table = filled(memory, text)
-    memory.release(table)
-    memory.clear_cache()
-    filled(memory, text[:SIZE])
-    assert shared(memory, [*text, 0]) == SIZE
+def test_numbers_are_not_used_again() -> None:
+    """A page computed anew has none of the children of the one that had its place."""
+    memory = KVMemory(3, SIZE)
+    first, parent, child, new = ([letter] * SIZE for letter in (1, 2, 3, 9))
+    memory.release(filled(memory, first))
+    memory.release(filled(memory, [*parent, *child]))
+    memory.release(filled(memory, new))  # in the place of the first
+    assert shared(memory, [*new, *child, 0]) == SIZE
+    assert shared(memory, [*parent, *child, 0]) == 2 * SIZE
 
 
 def test_a_refused_reservation_takes_nothing() -> None:

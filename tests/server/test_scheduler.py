@@ -17,9 +17,9 @@ unlike = count(5)  # prompts of different letters share nothing
 
 
 def make_scheduler(
-    num_pages: int = 64, *, draft_len: int = K, max_num_seqs: int = 8, budget: int = 64
+    num_pages: int = 64, *, draft_len: int = K, max_num_seqs: int = 8, budget: int = 64, prefix_cache: bool = True
 ) -> RequestScheduler:
-    memory = KVMemory(num_pages, 16)
+    memory = KVMemory(num_pages, 16, prefix_cache=prefix_cache)
     return RequestScheduler(memory, draft_len=draft_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
 
@@ -196,3 +196,42 @@ def test_a_lone_request_that_fills_memory_finishes() -> None:
     while not request.finished:
         step(scheduler, accepted=2)
     assert request.num_generated == 12
+
+
+def first_steps(prompt: list[int], count: int, *, prefix_cache: bool = True) -> list[int]:
+    """In which step each of `count` equal prompts gets its first token."""
+    scheduler = make_scheduler(budget=512, prefix_cache=prefix_cache)
+    requests = [add(scheduler, 0, prompt=prompt) for _ in range(count)]
+    first: dict[int, int] = {}
+    for number in range(1, 2 * count):
+        step(scheduler)
+        for index, request in enumerate(requests):
+            if request.num_generated:
+                first.setdefault(index, number)
+    return list(first.values())
+
+
+@pytest.mark.parametrize("length", [40, 48, 49, 10])
+def test_equal_prompts_wait_for_the_first_of_them_once(length: int) -> None:
+    assert first_steps([3] * length, 4) == ([1, 2, 2, 2] if length > 16 else [1, 1, 1, 1])
+    assert first_steps([3] * length, 4, prefix_cache=False) == [1, 1, 1, 1]
+
+
+def test_who_waits_for_a_page_does_not_stop_those_behind() -> None:
+    scheduler = make_scheduler(budget=512)
+    maker, waiter, other = add(scheduler, 0, prompt=[3] * 40), add(scheduler, 0, prompt=[3] * 40), add(scheduler, 40)
+    assert [item.request for item in scheduler.schedule()] == [maker, other]
+    assert waiter in scheduler.running
+
+
+def test_only_what_was_used_counts_as_shared() -> None:
+    scheduler = make_scheduler(num_pages=6, budget=512)
+    done = add(scheduler, 0, prompt=[3] * 40)
+    step(scheduler)
+    scheduler.remove(done)
+    add(scheduler, 50)
+    for _ in range(5):
+        step(scheduler)
+        late = add(scheduler, 0, prompt=[3] * 40) if not scheduler.waiting else scheduler.waiting[0]
+    assert late in scheduler.waiting
+    assert scheduler.memory.shared_tokens == 0

@@ -149,14 +149,22 @@ def test_other_dtypes_are_refused(weights: CpuWeights) -> None:
         pack_linear(layer, weights=weights)
 
 
-def test_weights_beyond_float16_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("weights", "value", "complaint"),
+    [
+        ("float16", 7e4, "the largest weight is 70000, expected at most 65504"),
+        ("float16", float("nan"), "the largest weight is nan"),
+        ("int4", float("nan"), "not finite"),
+        ("int4", float("inf"), "not finite"),
+    ],
+)
+def test_weights_that_would_become_others_are_refused(weights: CpuWeights, value: float, complaint: str) -> None:
     layer = linear(64, 64)
     with torch.no_grad():
-        layer.weight[3, 4] = 70_000.0
-    with pytest.raises(
-        CheckpointError, match=r"^cpu_weights is float16: a layer of shape \(64, 64\) cannot be packed: .*65504"
-    ):
-        pack_linear(layer, weights="float16")
+        layer.weight[3, 4] = value
+    where = rf"^cpu_weights is {weights}: a layer of shape \(64, 64\) cannot be packed: "
+    with pytest.raises(CheckpointError, match=f"{where}.*{complaint}"):
+        pack_linear(layer, weights=weights)
 
 
 @pytest.mark.parametrize(("weights", "kind"), [("float16", Float16Linear), ("int4", Int4Linear)])
