@@ -254,14 +254,15 @@ def test_what_two_computed_at_once_is_known_once() -> None:
 
 
 def test_numbers_are_not_used_again() -> None:
-    """A page computed anew has none of the children of the one that had its place."""
-    memory = KVMemory(3, SIZE)
-    first, parent, child, new = ([letter] * SIZE for letter in (1, 2, 3, 9))
+    """Two texts of one number would find each other's continuations."""
+    memory = KVMemory(4, SIZE)
+    first, parent, child, new, more = ([letter] * SIZE for letter in (1, 2, 3, 9, 7))
     memory.release(filled(memory, first))
     memory.release(filled(memory, [*parent, *child]))
-    memory.release(filled(memory, new))  # in the place of the first
-    assert shared(memory, [*new, *child, 0]) == SIZE
-    assert shared(memory, [*parent, *child, 0]) == 2 * SIZE
+    memory.release(filled(memory, [*new, *more]))  # takes the place of the first
+    assert shared(memory, [*first, 0]) == 0
+    assert shared(memory, [*new, *more, 0]) == 2 * SIZE
+    assert shared(memory, [*parent, *child, *more, 0]) == 2 * SIZE
 
 
 def test_a_refused_reservation_takes_nothing() -> None:
