@@ -8,24 +8,21 @@ them; without the prefix cache. The ceiling is that of the target's passes alone
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 
 from benchmarks.common import (
+    Machine,
+    chat_ids,
     conditions,
+    demo_engine,
     load_prompts,
-    matmul_rate,
-    read_bandwidth,
+    make_parser,
     require_quiet_machine,
-    weight_bytes,
-    weight_count,
 )
 from dspark_core.sampling import SamplingParams
-from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine
-from server.request import Request, RequestParams
+from server.request import Request, RequestParams, Speculation
 
 CONCURRENT = (1, 2, 4, 8, 16)
 
@@ -34,8 +31,7 @@ def measure(engine: Engine, concurrent: int, params: RequestParams) -> dict[str,
     """Keep `concurrent` requests running until all are answered; prompts count as time, not as tokens."""
     contents = [item["prompt"] for item in load_prompts()]
     contents = (contents + [f"{content} Be brief." for content in contents])[: max(CONCURRENT)]
-    chats = [engine.tokenizer.encode_chat([{"role": "user", "content": content}]) for content in contents]
-    requests = [engine.make_request(ids, params) for ids in chats]
+    requests = [engine.make_request(chat_ids(engine.tokenizer, content), params) for content in contents]
     waiting, running = list(requests), list[Request]()
     start = time.perf_counter()
     while waiting or running:
@@ -46,26 +42,25 @@ def measure(engine: Engine, concurrent: int, params: RequestParams) -> dict[str,
         running = [request for request in running if not request.finished]
     seconds = time.perf_counter() - start
     tokens = sum(request.num_generated for request in requests)
-    rounds = sum(request.speculation.rounds for request in requests)
-    accepted = sum(request.speculation.accepted for request in requests)
+    spent = Speculation(
+        rounds=sum(request.speculation.rounds for request in requests),
+        accepted=sum(request.speculation.accepted for request in requests),
+    )
     return {
         "tokens_per_s": tokens / seconds,
         "per_request_tokens_per_s": tokens / seconds / concurrent,
-        "acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+        "acceptance_length": spent.acceptance_length,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
+    parser = make_parser(__doc__)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
-    config = {"ckpt": "demo", "max_model_len": 1024, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
-    engine = load_engine(ServerConfig.model_validate(config | {"prefix_cache": False}))
-    bandwidth, rate = read_bandwidth(), matmul_rate()
+    engine = demo_engine(args.cpu_weights, prefix_cache=False)
+    machine = Machine.measured()
     measure(engine, max(CONCURRENT), RequestParams(SamplingParams(temperature=0), max_tokens=4))  # warms up
     results = []
     print(
@@ -78,12 +73,14 @@ def main() -> None:
             params = RequestParams(sampling, max_tokens=args.max_tokens, ignore_eos=True, speculative=speculative)
             found = measure(engine, concurrent, params)
             row |= {f"{name}_{key}": value for key, value in found.items()}
-        a_pass = max(weight_bytes(engine, args.cpu_weights) / bandwidth, 2 * weight_count(engine) * concurrent / rate)
-        row["plain_ceiling_tokens_per_s"] = concurrent / a_pass
+        row["plain_ceiling_tokens_per_s"] = concurrent / machine.pass_seconds(engine, args.cpu_weights, concurrent)
         results.append(row)
         first = results[0]
         print(f"{concurrent:8}{row['plain_tokens_per_s']:13.1f}", end="")
-        print(f"{row['plain_tokens_per_s'] / first['plain_tokens_per_s']:9.2f}{concurrent / a_pass:9.1f}", end="")
+        print(
+            f"{row['plain_tokens_per_s'] / first['plain_tokens_per_s']:9.2f}{row['plain_ceiling_tokens_per_s']:9.1f}",
+            end="",
+        )
         print(f"{row['speculative_tokens_per_s']:14.1f}", end="")
         print(f"{row['speculative_tokens_per_s'] / first['speculative_tokens_per_s']:9.2f}", end="")
         print(f"{row['speculative_acceptance_length']:8.2f}", flush=True)

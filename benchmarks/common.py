@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from dspark_core import __version__
+from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.models.packed import INT4_GROUP
 from dspark_core.settings import CpuWeights
+from server.config import ServerConfig
 from server.engine import Engine
+from server.loader import load_engine
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 # A background load above this many busy cores makes the figures worthless.
@@ -41,6 +46,49 @@ def read_bandwidth() -> float:
         data.sum()
         best = min(best, time.perf_counter() - start)
     return data.numel() * 4 / best
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine reaches on plain arrays: bytes read and float32 operations per second."""
+
+    bandwidth: float
+    matmul_rate: float
+
+    @classmethod
+    def measured(cls) -> Machine:
+        machine = cls(read_bandwidth(), matmul_rate())
+        print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.matmul_rate / 1e9:.0f} GFLOP/s in float32")
+        return machine
+
+    def pass_seconds(self, engine: Engine, cpu_weights: CpuWeights, rows: float, context: float = 0) -> float:
+        """Least time of one pass of the target: every weight and key read once, or the products' arithmetic.
+
+        Args:
+            rows: tokens in the pass.
+            context: tokens whose keys and values are read, over all requests.
+        """
+        reading = weight_bytes(engine, cpu_weights) + kv_bytes(engine) * context
+        return max(reading / self.bandwidth, 2 * weight_count(engine) * rows / self.matmul_rate)
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark of the engine can be told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu-weights", default="float32", choices=get_args(CpuWeights))
+    parser.add_argument("--force", action="store_true", help="run on a busy machine")
+    return parser
+
+
+def demo_engine(cpu_weights: CpuWeights, **settings: Any) -> Engine:
+    """The demo model and draft behind the real engine."""
+    config = {"max_model_len": 2048, "kv_memory_fraction": 0.1, "seed": 0, "cpu_weights": cpu_weights}
+    return load_engine(ServerConfig.model_validate(config | settings))
+
+
+def chat_ids(tokenizer: Tokenizer, content: str) -> list[int]:
+    """Prompt ids of one message of a user."""
+    return tokenizer.encode_chat([{"role": "user", "content": content}])
 
 
 def matmul_rate() -> float:
@@ -74,10 +122,10 @@ def _layer_weights(engine: Engine) -> int:
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
-def kv_bytes(engine: Engine, num_tokens: int) -> int:
-    """Bytes of the target's keys and values of so many tokens."""
+def kv_bytes(engine: Engine) -> int:
+    """Bytes of the target's keys and values of one token."""
     config = engine.target.config
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * engine.target.dtype.itemsize * num_tokens
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * engine.target.dtype.itemsize
 
 
 def load_prompts(path: Path = PROMPTS) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import conditions, load_prompts, read_bandwidth, require_quiet_machine
+from benchmarks.common import chat_ids, conditions, load_prompts, read_bandwidth, require_quiet_machine
 from dspark_core.checkpoint.references import DEMO, resolve_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 
@@ -96,8 +96,10 @@ def engines(args: argparse.Namespace) -> list[Engine]:
 
 def measure(found: list[Engine], concurrent: int, prompts: list[list[int]], max_tokens: int, repeats: int) -> None:
     """Every engine answers the same prompts, `concurrent` at once, in `repeats` rounds of turns."""
-    processes = {engine.name: engine.start(concurrent) for engine in found}
+    processes: dict[str, subprocess.Popen[str]] = {}
     try:
+        for engine in found:
+            processes[engine.name] = engine.start(concurrent)
         for turn in range(repeats + 1):
             for engine in found:
                 jobs = [prompts[i % len(prompts)] for i in range(turn * concurrent, (turn + 1) * concurrent)]
@@ -124,7 +126,7 @@ def main() -> None:
         parser.error("--llama-cpp needs --gguf")
     load = require_quiet_machine(args.force)
     tokenizer = Tokenizer.from_folder(resolve_target(DEMO))
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": p["prompt"]}]) for p in load_prompts()]
+    prompts = [chat_ids(tokenizer, item["prompt"]) for item in load_prompts()]
     found = engines(args)
     points = [int(number) for number in args.concurrent.split(",")]
     for concurrent in points:

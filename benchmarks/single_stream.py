@@ -7,17 +7,23 @@ Plain decoding is the same engine with `speculative: false`: no draft runs and n
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks.common import conditions, load_prompts, read_bandwidth, require_quiet_machine, weight_bytes
+from benchmarks.common import (
+    chat_ids,
+    conditions,
+    demo_engine,
+    load_prompts,
+    make_parser,
+    read_bandwidth,
+    require_quiet_machine,
+    weight_bytes,
+)
 from dspark_core.sampling import SamplingParams
-from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine
 from server.request import RequestParams
 
 
@@ -41,7 +47,7 @@ class Tally:
 
 def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> None:
     """Generate one answer alone; the prompt's own step is not counted."""
-    request = engine.make_request(engine.tokenizer.encode_chat([{"role": "user", "content": prompt}]), params)
+    request = engine.make_request(chat_ids(engine.tokenizer, prompt), params)
     engine.add(request)
     while request.num_generated == 0 and not request.finished:
         engine.step()
@@ -79,17 +85,14 @@ def _row(speculative: Tally, plain: Tally) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--ckpt", default="demo")
     parser.add_argument("--target", default=None)
-    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
-    parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
     bandwidth = read_bandwidth()
-    config = {"ckpt": args.ckpt, "target": args.target, "cpu_weights": args.cpu_weights}
-    engine = load_engine(ServerConfig.model_validate(config | {"max_model_len": 2048, "seed": 0}))
+    engine = demo_engine(args.cpu_weights, ckpt=args.ckpt, target=args.target)
     weights = weight_bytes(engine, args.cpu_weights)
     ceiling = bandwidth / weights
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, target weights {weights / 1e6:.0f} MB a pass:")

@@ -8,7 +8,6 @@ writing of its context. The rest is scheduling, layout, sampling, verification, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -16,19 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.common import (
+    Machine,
+    chat_ids,
     conditions,
-    kv_bytes,
+    demo_engine,
     load_prompts,
-    matmul_rate,
-    read_bandwidth,
+    make_parser,
     require_quiet_machine,
-    weight_bytes,
-    weight_count,
 )
 from dspark_core.sampling import SamplingParams
-from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine
 from server.request import RequestParams
 
 BATCHES = (1, 16)
@@ -63,15 +59,11 @@ def watch(engine: Engine) -> Iterator[Stopwatch]:
     watchers: list[tuple[Any, str]] = [(engine.target, "forward")]
     if engine.drafter:
         draft = engine.drafter.model
-        watchers += [(draft, "block_hidden"), (draft, "write_context")]
-        if draft.lm_head is not engine.target.lm_head:
-            watchers.append((draft.lm_head, "forward"))
+        watchers += [(draft, "block_hidden"), (draft, "write_context"), (draft.lm_head, "forward")]
         if draft.markov_head:
             watchers += [(draft.markov_head, name) for name in ("embed", "step", "bias")]
         if draft.confidence_head:
             watchers.append((draft.confidence_head, "forward"))
-    if engine.drafter and engine.drafter.model.lm_head is engine.target.lm_head:
-        watchers.append((engine.target.lm_head, "forward"))  # shared: inside the target's pass it is not counted again
     stopwatch = Stopwatch()
     for owner, name in watchers:
         call = getattr(owner, name)
@@ -89,8 +81,7 @@ def measure(engine: Engine, batch: int, temperature: float, speculative: bool, s
     prompts = load_prompts()
     requests = []
     for index in range(batch):
-        content = prompts[index % len(prompts)]["prompt"]
-        ids = engine.tokenizer.encode_chat([{"role": "user", "content": content}])
+        ids = chat_ids(engine.tokenizer, prompts[index % len(prompts)]["prompt"])
         requests.append(engine.make_request(ids, params))
         engine.add(requests[-1])
     while any(request.num_generated < 3 for request in requests):
@@ -102,6 +93,7 @@ def measure(engine: Engine, batch: int, temperature: float, speculative: bool, s
             start = time.perf_counter()
             engine.step()
             wall += time.perf_counter() - start
+            assert len(engine.scheduler.running) == batch, "a request ended or was preempted: use fewer steps"
     tokens = sum(request.num_generated for request in requests) - before
     context = sum(len(request.tokens) for request in requests)
     for request in requests:
@@ -117,15 +109,12 @@ def measure(engine: Engine, batch: int, temperature: float, speculative: bool, s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
-    config = {"ckpt": "demo", "max_model_len": 1024, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
-    engine = load_engine(ServerConfig.model_validate(config))
-    bandwidth, rate = read_bandwidth(), matmul_rate()
+    engine = demo_engine(args.cpu_weights)
+    machine = Machine.measured()
     measure(engine, 2, 0.0, True, 3)  # warms up
     results = []
     print(f"{'batch':>6}{'T':>4}{'':>13}{'step ms':>9}{'forwards ms':>13}{'ratio':>7}{'target ceiling ms':>19}")
@@ -133,8 +122,7 @@ def main() -> None:
         for temperature in (0.0, 1.0):
             for speculative in (False, True):
                 row = measure(engine, batch, temperature, speculative, args.steps)
-                reading = weight_bytes(engine, args.cpu_weights) + kv_bytes(engine, int(row["context"]))
-                ceiling = max(reading / bandwidth, 2 * weight_count(engine) * row["target_rows"] / rate)
+                ceiling = machine.pass_seconds(engine, args.cpu_weights, row["target_rows"], row["context"])
                 kind = "speculative" if speculative else "plain"
                 print(f"{batch:6}{temperature:4.0f}{kind:>13}{row['wall_ms']:9.1f}{row['forwards_ms']:13.1f}", end="")
                 print(f"{row['ratio']:7.3f}{ceiling * 1e3:19.1f}")

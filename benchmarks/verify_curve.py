@@ -8,7 +8,6 @@ rates that this machine reaches on plain arrays.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -16,20 +15,10 @@ from statistics import median
 
 import torch
 
-from benchmarks.common import (
-    conditions,
-    kv_bytes,
-    matmul_rate,
-    read_bandwidth,
-    require_quiet_machine,
-    weight_bytes,
-    weight_count,
-)
+from benchmarks.common import Machine, conditions, demo_engine, make_parser, require_quiet_machine
 from dspark_core.models.attention import Segment
 from dspark_core.models.decoder import FlatBatch
-from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -56,27 +45,20 @@ def measure(engine: Engine, context: int, repeats: int) -> dict[int, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-weights", default="float32", choices=["float32", "float16", "int4"])
+    parser = make_parser(__doc__)
     parser.add_argument("--context", type=int, default=256, help="tokens already in memory")
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
-    config = {"ckpt": "demo", "max_model_len": 2048, "kv_memory_fraction": 0.1, "cpu_weights": args.cpu_weights}
-    engine = load_engine(ServerConfig.model_validate(config))
+    engine = demo_engine(args.cpu_weights)
     for memory in (engine.pool.keys, engine.pool.values):
         memory[:, : args.context + max(ROWS)].normal_()  # untouched memory would be read from one page of zeros
-    bandwidth, rate = read_bandwidth(), matmul_rate()
-    weights = weight_bytes(engine, args.cpu_weights)
-    print(f"{args.cpu_weights}: {weights / 1e6:.0f} MB of weights a pass, {bandwidth / 1e9:.1f} GB/s,", end=" ")
-    print(f"{rate / 1e9:.0f} GFLOP/s in float32")
+    machine = Machine.measured()
     seconds = measure(engine, args.context, args.repeats)
-    with_keys = weights + kv_bytes(engine, args.context)
     rows = {}
     print(f"{'rows':>6}{'ms':>9}{'ceiling ms':>12}{'x one row':>11}")
     for count, own in seconds.items():
-        ceiling = max(with_keys / bandwidth, 2 * weight_count(engine) * count / rate)
+        ceiling = machine.pass_seconds(engine, args.cpu_weights, count, args.context)
         ratio = median(a / b for a, b in zip(own, seconds[1], strict=True))
         rows[count] = {"ms": median(own) * 1e3, "ceiling_ms": ceiling * 1e3, "ratio": ratio}
         print(f"{count:6}{median(own) * 1e3:9.1f}{ceiling * 1e3:12.1f}{ratio:11.2f}")

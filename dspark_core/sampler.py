@@ -102,8 +102,6 @@ class Round:
         lens = self._tensor(list(verify_lens))
         start = (lens + 1).cumsum(0) - (lens + 1)
         logits = self._penalise_target(logits, draft_ids, verify_lens)
-        if not len(self.ratio) and not len(self.coupled):
-            return verify_choices(greedy_choices(logits), draft_ids, start, lens)
         accepted, following = torch.zeros_like(lens), torch.zeros_like(lens)
         owner = torch.repeat_interleave(torch.arange(len(lens), device=self.device), lens + 1)
         for index, rule in (

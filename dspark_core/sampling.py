@@ -126,6 +126,7 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
         threshold = least if threshold is None else torch.maximum(threshold, least)
     if threshold is None:
         return probs
+    # Not in place: without a temperature these may be the caller's own logits.
     return torch.softmax(scaled.masked_fill(probs < threshold, float("-inf")), -1)
 
 

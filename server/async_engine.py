@@ -155,9 +155,9 @@ class AsyncEngine:
         with self._wake:
             waiting = self._arriving + self.num_waiting
             free = max(scheduler.max_num_seqs - self.num_running, 0)
-            arrived = [request.arrived for request in list(scheduler.waiting)]
         if waiting + count <= self.max_queue + free:
             return
+        arrived = [request.arrived for request in list(scheduler.waiting)]
         # Who waits for so long has no hope to get through sooner.
         waited = math.ceil(time.monotonic() - min(arrived, default=time.monotonic()))
         raise QueueFullError(self.max_queue, min(max(waited, 1), MAX_RETRY_AFTER_S))

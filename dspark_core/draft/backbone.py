@@ -13,7 +13,7 @@ from dspark_core.draft.heads import ConfidenceHead, build_markov_head
 from dspark_core.models.attention import PagedAttend, Segment, plan_attention
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm
-from dspark_core.models.packed import pack_linear
+from dspark_core.models.packed import never_int4, pack_linear
 from dspark_core.models.rope import Rotary
 from dspark_core.settings import CpuWeights
 
@@ -65,7 +65,7 @@ class DraftModel(nn.Module):
             cpu_weights: as for the target; int4 is taken as float16, for a small draft loses more by it than it gains.
         """
         decoder = self.config.decoder
-        weights: CpuWeights = "float16" if cpu_weights == "int4" else cpu_weights
+        weights = never_int4(cpu_weights)
         self.rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
         for layer in self.layers:
             cast(DecoderLayer, layer).pack(weights, with_context=True)

@@ -13,7 +13,7 @@ from dspark_core.config import DecoderConfig
 from dspark_core.models.attention import PagedAttend, Segment, plan_attention
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer, RMSNorm
-from dspark_core.models.packed import pack_linear
+from dspark_core.models.packed import never_int4, pack_linear
 from dspark_core.models.rope import Rotary
 from dspark_core.settings import CpuWeights
 
@@ -78,8 +78,7 @@ class TargetModel(nn.Module):
         self.rotary = Rotary(self.config.rope, self.config.head_dim, max_positions, self.device)
         for layer in self.layers:
             cast(DecoderLayer, layer).pack(cpu_weights)
-        head_weights = "float16" if cpu_weights == "int4" else cpu_weights
-        self.lm_head = pack_linear(self.lm_head, rows=emit_vocab, weights=head_weights)
+        self.lm_head = pack_linear(self.lm_head, rows=emit_vocab, weights=never_int4(cpu_weights))
 
     @torch.inference_mode()
     def forward(

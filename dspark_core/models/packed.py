@@ -196,6 +196,11 @@ def _pack_small(weight: Tensor, bias: Tensor | None, weights: CpuWeights, on_cpu
         ) from error
 
 
+def never_int4(weights: CpuWeights) -> CpuWeights:
+    """The kind for layers that int4 would spoil."""
+    return "float16" if weights == "int4" else weights
+
+
 def is_row_invariant(model: nn.Module) -> bool:
     """Whether every prepared linear layer gives a row the same bits whatever rows lie beside it."""
     packed = [m.row_invariant for m in model.modules() if isinstance(m, PackedLinear)]
