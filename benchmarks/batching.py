@@ -1,6 +1,6 @@
 """What requests at once bring: tokens/s of 1 to 16 concurrent requests on the demo model, plain and speculative.
 
-    python -m benchmarks.batching [--cpu-weights float32] [--temperature 0] [--force]
+    python -m benchmarks.batching [--cpu-weights exact] [--temperature 0] [--force]
 
 Every point answers the same 16 prompts to the same lengths, so that the last ones of a point may run with fewer beside
 them; without the prefix cache. The ceiling is that of the target's passes alone.
@@ -73,7 +73,7 @@ def main() -> None:
             params = RequestParams(sampling, max_tokens=args.max_tokens, ignore_eos=True, speculative=speculative)
             found = measure(engine, concurrent, params)
             row |= {f"{name}_{key}": value for key, value in found.items()}
-        row["plain_ceiling_tokens_per_s"] = concurrent / machine.pass_seconds(engine, args.cpu_weights, concurrent)
+        row["plain_ceiling_tokens_per_s"] = concurrent / machine.pass_seconds(engine, concurrent)
         results.append(row)
         first = results[0]
         print(f"{concurrent:8}{row['plain_tokens_per_s']:13.1f}", end="")

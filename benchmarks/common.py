@@ -17,7 +17,6 @@ import torch
 
 from dspark_core import __version__
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.models.packed import INT4_GROUP
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine
@@ -61,21 +60,21 @@ class Machine:
         print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.matmul_rate / 1e9:.0f} GFLOP/s in float32")
         return machine
 
-    def pass_seconds(self, engine: Engine, cpu_weights: CpuWeights, rows: float, context: float = 0) -> float:
+    def pass_seconds(self, engine: Engine, rows: float, context: float = 0) -> float:
         """Least time of one pass of the target: every weight and key read once, or the products' arithmetic.
 
         Args:
             rows: tokens in the pass.
             context: tokens whose keys and values are read, over all requests.
         """
-        reading = weight_bytes(engine, cpu_weights) + kv_bytes(engine) * context
+        reading = sum(engine.target.weight_bytes.values()) + kv_bytes(engine) * context
         return max(reading / self.bandwidth, 2 * weight_count(engine) * rows / self.matmul_rate)
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """What every benchmark of the engine can be told."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-weights", default="float32", choices=get_args(CpuWeights))
+    parser.add_argument("--cpu-weights", default="exact", choices=get_args(CpuWeights))
     parser.add_argument("--force", action="store_true", help="run on a busy machine")
     return parser
 
@@ -105,14 +104,6 @@ def matmul_rate() -> float:
 def weight_count(engine: Engine) -> int:
     """Target weights that every pass multiplies with, LM head included (the embedding is read a row at a time)."""
     return _layer_weights(engine) + engine.target.config.hidden_size * engine.vocab_size
-
-
-def weight_bytes(engine: Engine, cpu_weights: CpuWeights) -> int:
-    """Bytes of target weights that one pass reads."""
-    layers, head = _layer_weights(engine), engine.target.config.hidden_size * engine.vocab_size
-    if cpu_weights == "int4":  # with 4 bytes of scale and zero point for every 32; the LM head is float16
-        return layers // 2 + layers // INT4_GROUP * 4 + 2 * head
-    return (layers + head) * (2 if cpu_weights == "float16" else engine.target.dtype.itemsize)
 
 
 def _layer_weights(engine: Engine) -> int:

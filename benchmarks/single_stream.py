@@ -1,6 +1,6 @@
 """One request at a time on the demo model: speculation against plain decoding, on the same prompts in turn.
 
-    python -m benchmarks.single_stream [--max-tokens 64] [--cpu-weights float32] [--force]
+    python -m benchmarks.single_stream [--max-tokens 64] [--cpu-weights exact] [--force]
 
 Plain decoding is the same engine with `speculative: false`: no draft runs and no layer is tapped.
 """
@@ -20,7 +20,6 @@ from benchmarks.common import (
     make_parser,
     read_bandwidth,
     require_quiet_machine,
-    weight_bytes,
 )
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine
@@ -93,7 +92,7 @@ def main() -> None:
     load = require_quiet_machine(args.force)
     bandwidth = read_bandwidth()
     engine = demo_engine(args.cpu_weights, ckpt=args.ckpt, target=args.target)
-    weights = weight_bytes(engine, args.cpu_weights)
+    weights = sum(engine.target.weight_bytes.values())
     ceiling = bandwidth / weights
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, target weights {weights / 1e6:.0f} MB a pass:")
     print(f"plain decoding cannot exceed {ceiling:.1f} tokens/s")

@@ -1,6 +1,6 @@
 """What the engine adds to the models: wall time of steps against the model forwards inside them.
 
-    python -m benchmarks.step_overhead [--cpu-weights float32] [--force]
+    python -m benchmarks.step_overhead [--cpu-weights exact] [--force]
 
 Timed as forwards: the target's pass, the draft's backbone, its LM head, its sequential and confidence heads, and the
 writing of its context. The rest is scheduling, layout, sampling, verification, detokenising. Decoding steps only.
@@ -122,7 +122,7 @@ def main() -> None:
         for temperature in (0.0, 1.0):
             for speculative in (False, True):
                 row = measure(engine, batch, temperature, speculative, args.steps)
-                ceiling = machine.pass_seconds(engine, args.cpu_weights, row["target_rows"], row["context"])
+                ceiling = machine.pass_seconds(engine, row["target_rows"], row["context"])
                 kind = "speculative" if speculative else "plain"
                 print(f"{batch:6}{temperature:4.0f}{kind:>13}{row['wall_ms']:9.1f}{row['forwards_ms']:13.1f}", end="")
                 print(f"{row['ratio']:7.3f}{ceiling * 1e3:19.1f}")

@@ -1,6 +1,6 @@
 """What checking more tokens in one pass costs: the target's forward over 1 to 64 rows of one request.
 
-    python -m benchmarks.verify_curve [--cpu-weights float32] [--context 256] [--force]
+    python -m benchmarks.verify_curve [--cpu-weights exact] [--context 256] [--force]
 
 The ceiling beside each time is the larger of reading every weight and key once and of the products' arithmetic, at the
 rates that this machine reaches on plain arrays.
@@ -58,7 +58,7 @@ def main() -> None:
     rows = {}
     print(f"{'rows':>6}{'ms':>9}{'ceiling ms':>12}{'x one row':>11}")
     for count, own in seconds.items():
-        ceiling = machine.pass_seconds(engine, args.cpu_weights, count, args.context)
+        ceiling = machine.pass_seconds(engine, count, args.context)
         ratio = median(a / b for a, b in zip(own, seconds[1], strict=True))
         rows[count] = {"ms": median(own) * 1e3, "ceiling_ms": ceiling * 1e3, "ratio": ratio}
         print(f"{count:6}{median(own) * 1e3:9.1f}{ceiling * 1e3:12.1f}{ratio:11.2f}")

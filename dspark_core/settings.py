@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CpuWeights = Literal["float32", "float16", "int4"]
+CpuWeights = Literal["exact", "float32", "float16", "int8", "int4"]
 _LONGEST_QUOTE = 80
 
 

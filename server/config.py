@@ -25,7 +25,7 @@ class ServerConfig(Settings):
         "auto", "model", "number type of weights and KV; auto: float32 on a CPU, bfloat16 on CUDA"
     )
     cpu_weights: CpuWeights = setting(
-        "float32", "model", "weights on a CPU; float16 and int4 are faster and no longer the checkpoint's own"
+        "exact", "model", "weights on a CPU: exact packs them without changing one; float16, int8 and int4 round them"
     )
     device: str = setting("auto", "model", "cpu, cuda, cuda:N or auto: CUDA if there is any", min_length=1)
 

@@ -16,8 +16,8 @@ from dspark_core.devices import find_device, find_dtype
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
-from dspark_core.models.packed import is_row_invariant
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
@@ -25,9 +25,11 @@ from server.engine import Engine, EngineParts
 logger = logging.getLogger(__name__)
 
 WEIGHTS: dict[CpuWeights, str] = {
+    "exact": "as in the checkpoint",
     "float32": "as in the checkpoint",
     "float16": "rounded to float16",
-    "int4": "rounded to 4 bits in groups of 32, the LM head to float16",
+    "int8": "rounded to 8 bits in groups of 32",
+    "int4": "rounded to 4 bits in groups of 32, the LM head to 8",
 }
 
 
@@ -130,19 +132,23 @@ def _info(
     target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv_bytes: int, cpu_weights: CpuWeights
 ) -> dict[str, str]:
     target, tokens = parts.target, parts.pool.num_pages * parts.pool.page_size
-    bitwise = is_row_invariant(target)
+    bitwise = target.runner is not None and target.runner.exact
     draft = _draft_info(parts.drafter.model, draft_folder) if parts.drafter else {"draft": "none, plain decoding"}
     return {
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
         **draft,
         "dtype": str(target.dtype).removeprefix("torch."),
-        **({"weights": WEIGHTS[cpu_weights]} if target.device.type == "cpu" else {}),
+        "weights": f"{WEIGHTS[cpu_weights]}, stored as {_sizes(target)}",
         "device": str(target.device),
         "KV capacity": f"{tokens} tokens, {kv_bytes // 2**20} MiB",
         "max_model_len": str(parts.max_model_len),
         "max_num_seqs": str(parts.max_num_seqs),
         "exactness": "bitwise, whatever the batch" if bitwise else "up to near-ties of the two best tokens",
     }
+
+
+def _sizes(target: TargetModel) -> str:
+    return ", ".join(f"{kind} ({size / 2**20:.0f} MiB)" for kind, size in target.weight_bytes.items())
 
 
 def _draft_info(draft: DraftModel, draft_folder: Path | None) -> dict[str, str]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
 from dspark_core.draft.heads import ConfidenceHead, build_markov_head
-from dspark_core.models.attention import PagedAttend, Segment, plan_attention
+from dspark_core.models.attention import Segment
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm
-from dspark_core.models.packed import never_int4, pack_linear
+from dspark_core.models.linear import never_int4, pack_linear
 from dspark_core.models.rope import Rotary
+from dspark_core.models.runner import LayerRunner, make_runner
 from dspark_core.settings import CpuWeights
 
 
@@ -39,7 +39,7 @@ class DraftModel(nn.Module):
         self.lm_head: nn.Module = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
         self.markov_head = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.rotary: Rotary | None = None
+        self.runner: LayerRunner | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,20 +55,19 @@ class DraftModel(nn.Module):
         max_positions: int,
         emit_vocab: int | None = None,
         lm_head: nn.Module | None = None,
-        cpu_weights: CpuWeights = "float32",
+        cpu_weights: CpuWeights = "exact",
     ) -> None:
         """Make ready for inference: rotary tables and packed weights. To be called once, after loading.
 
         Args:
             max_positions, emit_vocab: as for the target.
             lm_head: an already packed LM head to use in place of the own one (the target's, when they are equal).
-            cpu_weights: as for the target; int4 is taken as float16, for a small draft loses more by it than it gains.
+            cpu_weights: as for the target; int4 is taken as int8, for a small draft loses more by it than it gains.
         """
         decoder = self.config.decoder
         weights = never_int4(cpu_weights)
-        self.rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
-        for layer in self.layers:
-            cast(DecoderLayer, layer).pack(weights, with_context=True)
+        rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
+        self.runner = make_runner(self.layers, decoder, rotary, weights, with_context=True)
         self.fc = pack_linear(self.fc, weights=weights)
         self.lm_head = lm_head or pack_linear(self.lm_head, rows=emit_vocab, weights=weights)
         if self.markov_head is not None:
@@ -85,7 +84,7 @@ class DraftModel(nn.Module):
         return ids
 
     def backbone(self, block_ids: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Hidden states [..., D] after the final norm, for block tokens [...]."""
+        """Hidden states [..., D] after the final norm, for block tokens [...]; the layers must not be packed."""
         x = self.embed_tokens(block_ids)
         for layer in self.layers:
             x = layer(x, rotary, attend)
@@ -99,12 +98,8 @@ class DraftModel(nn.Module):
             features: [N, m * D] tapped target outputs of those tokens.
             positions, slots: [N] int64.
         """
-        assert self.rotary is not None, "call prepare() first"
-        rows = self.inject(features)
-        rotary = self.rotary.at(positions, self.dtype)
-        for number, layer in enumerate(self.layers):
-            keys, values = cast(DecoderLayer, layer).self_attn.context(rows, rotary)
-            pool.write(number, slots, keys, values)
+        assert self.runner is not None, "call prepare() first"
+        self.runner.write_context(self.inject(features), positions, slots, pool)
 
     @torch.inference_mode()
     def block_hidden(
@@ -115,7 +110,6 @@ class DraftModel(nn.Module):
         The blocks' own keys and values go into the slots of the positions they predict from; they are dead after the
         round, when the features of the tokens committed there overwrite them.
         """
-        assert self.rotary is not None, "call prepare() first"
-        plan = plan_attention(segments, pool=pool, num_heads=self.config.decoder.num_heads, dtype=self.dtype)
-        attend = PagedAttend(plan, pool, slots)
-        return self.backbone(block_ids, self.rotary.at(positions, self.dtype), attend)
+        assert self.runner is not None, "call prepare() first"
+        x, _ = self.runner(self.embed_tokens(block_ids), positions, slots, segments, pool)
+        return self.norm(x)  # type: ignore[no-any-return]

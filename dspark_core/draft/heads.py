@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
-from dspark_core.models.packed import pack_linear
+from dspark_core.models.linear import pack_linear
 from dspark_core.settings import CpuWeights
 
 

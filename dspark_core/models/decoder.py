@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.models.attention import PagedAttend, Segment, plan_attention
+from dspark_core.models.attention import Segment
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer, RMSNorm
-from dspark_core.models.packed import never_int4, pack_linear
+from dspark_core.models.linear import never_int4, pack_linear, stored_as
 from dspark_core.models.rope import Rotary
+from dspark_core.models.runner import LayerRunner, make_runner
 from dspark_core.settings import CpuWeights
 
 
@@ -51,7 +51,7 @@ class TargetModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary: Rotary | None = None
+        self.runner: LayerRunner | None = None
 
     @property
     def device(self) -> torch.device:
@@ -61,23 +61,26 @@ class TargetModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
-    def prepare(
-        self, *, max_positions: int, emit_vocab: int | None = None, cpu_weights: CpuWeights = "float32"
-    ) -> None:
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Memory of the weights that a pass reads, LM head included, by the kind of number they are stored as."""
+        assert self.runner is not None, "call prepare() first"
+        sizes, (kind, size) = dict(self.runner.weight_bytes), stored_as(self.lm_head)
+        return sizes | {kind: sizes.get(kind, 0) + size}
+
+    def prepare(self, *, max_positions: int, emit_vocab: int | None = None, cpu_weights: CpuWeights = "exact") -> None:
         """Make ready for inference: rotary tables and packed weights. To be called once, after loading.
 
         Args:
             max_positions: rows of the rotary tables.
             emit_vocab: ids from here on are padding that no tokenizer knows; they get no logit.
-            cpu_weights: kind of weights of the layers. The LM head has float16 with int4: its kernel's outputs are
-                bfloat16, too coarse to tell likely tokens apart.
+            cpu_weights: kind of weights on a CPU; the LM head is never rounded to less than 8 bits.
 
         Raises:
             CheckpointError: this kind of weights cannot be had here.
         """
-        self.rotary = Rotary(self.config.rope, self.config.head_dim, max_positions, self.device)
-        for layer in self.layers:
-            cast(DecoderLayer, layer).pack(cpu_weights)
+        rotary = Rotary(self.config.rope, self.config.head_dim, max_positions, self.device)
+        self.runner = make_runner(self.layers, self.config, rotary, cpu_weights)
         self.lm_head = pack_linear(self.lm_head, rows=emit_vocab, weights=never_int4(cpu_weights))
 
     @torch.inference_mode()
@@ -90,16 +93,9 @@ class TargetModel(nn.Module):
             logit_rows: [M] rows whose logits are wanted; None for all rows.
             tap: layer ids whose outputs are concatenated into `features`; -1 is the embedding output.
         """
-        assert self.rotary is not None, "call prepare() first"
-        plan = plan_attention(batch.segments, pool=pool, num_heads=self.config.num_heads, dtype=self.dtype)
-        attend = PagedAttend(plan, pool, batch.slots)
-        rotary = self.rotary.at(batch.positions, self.dtype)
+        assert self.runner is not None, "call prepare() first"
         x = self.embed_tokens(batch.token_ids)
-        tapped = {-1: x} if -1 in tap else {}
-        for number, layer in enumerate(self.layers):
-            x = layer(x, rotary, attend)
-            if number in tap:
-                tapped[number] = x
+        x, tapped = self.runner(x, batch.positions, batch.slots, batch.segments, pool, tap)
         features = torch.cat([tapped[i] for i in tap], -1) if tap else None
         rows = x if logit_rows is None else x[logit_rows]
         return TargetOutput(self.lm_head(self.norm(rows)).float(), features)

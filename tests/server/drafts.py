@@ -70,7 +70,7 @@ class FakeDrafter:
         assert block.anchor_id == request.tokens[-1]
         assert 1 <= block.num_slots <= self.model.config.draft_len
         assert block.position + block.num_slots <= len(block.pages) * self.pool.page_size
-        context = self.pool.read(0, torch.tensor([list(block.pages)]))[0][0, 0, : block.position]
+        context = self.pool.read(0, torch.tensor(list(block.pages)))[0][0, : block.position]
         expected = self.target.model.embed_tokens(torch.tensor(request.tokens[: block.position]))
         assert torch.equal(context, expected), "the draft's context is not that of the committed tokens"
         return request

@@ -71,12 +71,12 @@ class Spy:
         self.calls: dict[str, list[tuple[Any, ...]]] = {}
         assert draft.markov_head is not None
         assert draft.confidence_head is not None
-        assert draft.rotary is not None
+        assert draft.runner is not None
+        self.runner, self.write_context = draft.runner, draft.runner.write_context
+        monkeypatch.setattr(draft, "runner", self)
         owners: list[tuple[Any, str]] = [
             (draft, "block_hidden"),
             (draft, "write_context"),
-            (draft, "backbone"),
-            (draft.rotary, "at"),
             (draft.markov_head, "embed"),
             (draft.confidence_head, "forward"),
         ]
@@ -89,6 +89,11 @@ class Spy:
             return method(*arguments)
 
         return call
+
+    def __call__(self, x: Tensor, positions: Tensor, *others: Any) -> Any:
+        """The layers."""
+        self.calls.setdefault("layers", []).append((x.clone(), positions))
+        return self.runner(x, positions, *others)
 
     def take(self) -> dict[str, list[tuple[Any, ...]]]:
         calls, self.calls = self.calls, {}
@@ -174,8 +179,9 @@ def check_block(drafter: LastBlocks, draft: DraftModel, calls: dict[str, list[tu
         # Keys 0 .. p - 1 are context, p .. p + K - 1 the own block, seen from each of its rows.
         assert segments[row] == Segment(start, block.num_slots, span[-1], segments[row].pages, causal=False)
         start = rows.stop
-    assert torch.equal(calls["backbone"][0][0], ids)
-    assert torch.equal(calls["at"][0][0], positions), "rotary positions are p + s"
+    ((inputs, angles),) = calls["layers"]
+    assert torch.equal(inputs, draft.embed_tokens(ids))
+    assert torch.equal(angles, positions), "rotary positions are p + s"
     anchors = torch.tensor([block.position for block in blocks]).unsqueeze(-1)
     previous = torch.stack([call[0] for call in calls["embed"]], 1)
     assert torch.equal(previous, torch.cat((anchors, drafted[:, :-1]), -1)), "slot s sees what was drafted at s - 1"

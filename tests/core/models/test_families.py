@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,7 +24,6 @@ from transformers import (
 from dspark_core.checkpoint.load import load_target
 from dspark_core.errors import CheckpointError
 from dspark_core.models.decoder import TargetModel, TargetOutput
-from dspark_core.models.layers import DecoderLayer
 from tests.paged import flat_batch, make_pool
 from tests.tiny import edit_json, tiny_target_folder
 
@@ -163,7 +162,7 @@ def test_the_original_length_defaults_to_the_context(settings: dict[str, Any], t
     rotaries = []
     for scaling in ({**settings, key: 256}, {k: v for k, v in settings.items() if k != key}, settings):
         edit_json(folder / "config.json", rope_scaling=scaling)
-        rotaries.append(prepared(folder).rotary.cos)  # type: ignore[union-attr]
+        rotaries.append(prepared(folder).runner.tables[0])  # type: ignore[union-attr]
     assert torch.equal(rotaries[1], rotaries[0])
     assert not torch.equal(rotaries[2], rotaries[0])
 
@@ -209,22 +208,6 @@ def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -
     assert rounded.features.dtype == dtype
     # bfloat16 keeps 8 bits: relative errors of 2**-8 a layer, of logits with standard deviation 3.
     assert largest(rounded.logits, exact) < (0.5 if dtype == torch.bfloat16 else 0.1)
-
-
-def test_packing_does_not_change_what_is_computed(tmp_path: Path) -> None:
-    model = load_target(tiny_target_folder(tmp_path, attention_bias=True, mlp_bias=True))
-    layer, x = cast(DecoderLayer, model.layers[1]), torch.randn(5, 32)
-    rotary = (torch.ones(5, 1, 16), torch.zeros(5, 1, 16))
-
-    def attend(_: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return queries + (keys + values).repeat_interleave(2, 1)
-
-    with torch.inference_mode():
-        before = layer(x, rotary, attend)
-        assert isinstance(layer.mlp.down_proj, nn.Linear)
-        layer.pack("float32")
-        assert not isinstance(layer.mlp.down_proj, nn.Linear)
-        assert largest(layer(x, rotary, attend), before) < 1e-5  # another order of sums of 48 terms
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Attention of a flat batch over pages of keys and values, read where they lie.
+
+Work is cut into tiles of query rows and key-value heads. A tile goes through the pages of its request in order with a
+running softmax (Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135). What a row computes depends on its own
+pages and limit alone: later pages add exact zeros, so the tiling may be anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.simd import (
+    LANES,
+    exp,
+    fma,
+    integers,
+    lane_max,
+    lane_sum,
+    load,
+    maximum,
+    pointer,
+    splat,
+    store,
+    take,
+)
+from dspark_core.kernels.tile import FLOAT32, MAX_ROWS, multiply_tile
+
+TILE_ROWS = 16  # query rows of a tile; each brings the query heads that share a key-value head
+TILE_FIELDS = 5  # row, rows, limit of the first row, step of the limit from row to row, place of the page table
+
+
+@njit(error_model="numpy")
+def _product(x, x_stride, w, w_stride, out, out_stride, rows, columns, count):
+    """out = x [rows, count] @ w [count, columns]; columns a multiple of 16, strides in bytes."""
+    done = 0
+    while done < rows:
+        left = min(rows - done, MAX_ROWS)
+        row, place = x + done * x_stride, out + done * out_stride
+        for column in range(0, columns, LANES):
+            to = place + column * 4
+            if left >= 8:
+                multiply_tile(FLOAT32, 8, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
+            elif left >= 6:
+                multiply_tile(FLOAT32, 6, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
+            elif left >= 3:
+                multiply_tile(FLOAT32, 3, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
+            else:
+                multiply_tile(FLOAT32, 1, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
+        done += left if left == 8 else (6 if left >= 6 else (3 if left >= 3 else 1))
+
+
+@njit(error_model="numpy")
+def _add_product(x, x_stride, w, w_stride, out, out_stride, rows, columns, count):
+    """The same onto what `out` holds."""
+    done = 0
+    while done < rows:
+        left = min(rows - done, MAX_ROWS)
+        row, place = x + done * x_stride, out + done * out_stride
+        for column in range(0, columns, LANES):
+            to = place + column * 4
+            if left >= 8:
+                multiply_tile(FLOAT32, 8, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
+            elif left >= 6:
+                multiply_tile(FLOAT32, 6, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
+            elif left >= 3:
+                multiply_tile(FLOAT32, 3, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
+            else:
+                multiply_tile(FLOAT32, 1, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
+        done += left if left == 8 else (6 if left >= 6 else (3 if left >= 3 else 1))
+
+
+@njit(error_model="numpy")
+def _softmax_page(scores, visible, size, top, weights, sums, width):
+    """Turn one row's scores of a page into weights, and rescale what was summed before.
+
+    Args:
+        scores: address of `size` scores, of which the first `visible` count; they become exp(score - largest so far).
+        top: the largest score of earlier pages; the new one is returned.
+        weights: address of 16 partial sums of the weights.
+        sums: address of the `width` sums of weighted values.
+    """
+    row = pointer(scores)
+    for i in range(max(visible, 0), size):
+        row[i] = -np.inf
+    largest = splat(top)
+    for i in range(0, size * 4, LANES * 4):
+        largest = maximum(largest, load(scores + i))
+    new_top = lane_max(largest)
+    shift, total = splat(new_top), splat(np.float32(0.0))
+    for i in range(0, size * 4, LANES * 4):
+        weight = exp(load(scores + i) - shift)
+        store(scores + i, weight)
+        total = total + weight
+    rescale = exp(splat(top) - shift)
+    store(weights, fma(load(weights), rescale, total))
+    for i in range(0, width * 4, LANES * 4):
+        store(sums + i, load(sums + i) * rescale)
+    return new_top
+
+
+@njit(error_model="numpy")
+def _gather_queries(queries, row, rows, stride, first_head, group, dim, scale, lines):
+    """Scaled queries of `rows` rows and `group` heads, side by side in `lines` [rows * group, dim]."""
+    for r in range(rows):
+        source = pointer(queries + (row + r) * stride + first_head * dim * 4)
+        for i in range(group * dim):
+            lines[r * group * dim + i] = source[i] * scale
+
+
+def _attend(a):
+    queries, stride, keys, values, out = a[2], a[3], a[4], a[5], a[6]
+    tiles, tables = integers(a[7]), integers(a[8])
+    heads, kv_heads, dim, size, width, scale = a[9], a[10], a[11], a[12], a[13], pointer(a[14])[0]
+    group = heads // kv_heads
+    most = TILE_ROWS * group
+    lines, scores = np.empty(most * dim, np.float32), np.empty((most, size), np.float32)
+    sums, weights = np.empty((most, width), np.float32), np.empty((most, LANES), np.float32)
+    tops = np.empty(most, np.float32)
+    task = take(a)
+    while task < a[1]:
+        tile, head = task // kv_heads * TILE_FIELDS, task % kv_heads
+        row, rows, limit, step, table = (
+            tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3], tiles[tile + 4]
+        )  # fmt: skip
+        count, last = rows * group, limit + step * (rows - 1)
+        _gather_queries(queries, row, rows, stride, head * group, group, dim, scale, lines)
+        sums[:count], weights[:count], tops[:count] = 0, 0, -np.inf
+        for number in range(last // size + 1):
+            place = (tables[table + number] * kv_heads + head) * size * 4
+            used = min(size, last + 1 - number * size)
+            _product(
+                lines.ctypes.data, dim * 4, keys + place * dim, size * 4, scores.ctypes.data, size * 4, count, size, dim
+            )
+            for line in range(count):
+                visible = limit + step * (line // group) + 1 - number * size
+                tops[line] = _softmax_page(
+                    scores.ctypes.data + line * size * 4, visible, size, tops[line],
+                    weights.ctypes.data + line * LANES * 4, sums.ctypes.data + line * width * 4, width,
+                )  # fmt: skip
+            _add_product(
+                scores.ctypes.data, size * 4, values + place * width, width * 4, sums.ctypes.data, width * 4, count,
+                width, used,
+            )  # fmt: skip
+        for line in range(count):
+            total = lane_sum(load(weights.ctypes.data + line * LANES * 4))
+            head_of = head * group + line % group
+            target = pointer(out + ((row + line // group) * heads + head_of) * dim * 4)
+            for i in range(dim):
+                target[i] = sums[line, i] / total
+        task = take(a)
+
+
+_ATTEND = Kernel(_attend)
+
+
+def attend(
+    qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor, tiles: np.ndarray[Any, Any], tables: np.ndarray[Any, Any],
+    scale: Tensor,
+) -> None:  # fmt: skip
+    """Attention outputs [N, H * d] of the queries at the front of `qkv` rows.
+
+    Args:
+        qkv: [N, (H + ...) * d], rotated.
+        keys, values: one layer's pages, [pages, KV, d, page_size] and [pages, KV, page_size, width].
+        tiles: [T, TILE_FIELDS] int64.
+        tables: int64, page tables one after the other.
+        scale: of the scores, a float32 tensor of one element.
+    """
+    _, kv_heads, dim, page_size = keys.shape
+    _ATTEND(
+        len(tiles) * kv_heads, qkv.data_ptr(), qkv.stride(0) * 4, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+        tiles.ctypes.data, tables.ctypes.data, out.shape[1] // dim, kv_heads, dim, page_size, values.shape[-1],
+        scale.data_ptr(),
+    )  # fmt: skip

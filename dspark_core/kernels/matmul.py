@@ -1,0 +1,135 @@
+"""Products of activations with packed weights: x [N, K] times W [outputs, K] transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.simd import pointer, take
+from dspark_core.kernels.storage import Panels
+from dspark_core.kernels.tile import (
+    COLUMNS,
+    FLOAT32,
+    GROUP,
+    GROUP_BYTES,
+    GROUPED,
+    MAX_ROWS,
+    PANEL,
+    VECTORS,
+    multiply_tile,
+    unpack_tile,
+)
+
+ROW_BLOCK = 64  # rows whose sums wait in the cache for the rest of the work on them
+# From so many rows on a panel is turned into float32 once, instead of in registers for every tile of rows.
+UNPACK_ROWS = 3 * MAX_ROWS
+STRIDE = PANEL * 4  # bytes of a row of a float32 panel
+# A thread takes a run of panels, so that it reads on where it has read; a few runs each, so that none waits long.
+RUNS_PER_THREAD = 4
+
+
+def _panel_product(kind: int, stride: int) -> Any:
+    """x [rows, count] times one panel of a kind into `out` [rows, PANEL]; addresses, strides in bytes."""
+
+    @njit(error_model="numpy")
+    def multiply(x, x_stride, w, out, rows, count):
+        done = 0
+        while done < rows:
+            left = min(rows - done, MAX_ROWS)
+            row, place = x + done * x_stride, out + done * STRIDE
+            for column in range(0, PANEL, COLUMNS):
+                to = place + column * 4
+                if left >= 8:
+                    multiply_tile(kind, 8, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left >= 6:
+                    multiply_tile(kind, 6, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left >= 4:
+                    multiply_tile(kind, 4, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left >= 2:
+                    multiply_tile(kind, 2, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                else:
+                    multiply_tile(kind, 1, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+            done += left if left == 1 else left & ~1
+
+    return multiply
+
+
+@njit(error_model="numpy")
+def _finish(sums, out, bias, residual, rows, outputs, first):
+    """Add bias and residual (addresses, 0 for none) to a panel's sums and store them at column `first` of `out`."""
+    width = min(PANEL, outputs - first)
+    for r in range(rows):
+        row = (r * outputs + first) * 4
+        target = pointer(out + row)
+        if bias != 0:
+            added = pointer(bias + first * 4)
+            for c in range(width):
+                sums[r, c] += added[c]
+        if residual != 0:
+            added = pointer(residual + row)
+            for c in range(width):
+                sums[r, c] += added[c]
+        for c in range(width):
+            target[c] = sums[r, c]
+
+
+_multiply_float32 = _panel_product(FLOAT32, STRIDE)
+
+
+def _kernel(kind: int) -> Kernel:
+    group_bytes = GROUP_BYTES[kind]
+    stride = group_bytes if kind in GROUPED else group_bytes // GROUP
+    multiply, multiply_float32 = _panel_product(kind, stride), _multiply_float32
+
+    def matmul(a):
+        tasks, x, x_stride, w, bias, residual, out, rows, count, outputs = (
+            a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]
+        )  # fmt: skip
+        panels, panel_bytes = -(-outputs // PANEL), count * group_bytes // GROUP
+        unpack = kind != FLOAT32 and rows >= UNPACK_ROWS
+        sums = np.empty((ROW_BLOCK, PANEL), np.float32)
+        unpacked = np.empty((count if unpack else 1, PANEL), np.float32)
+        task = take(a)
+        while task < tasks:
+            for number in range(panels * task // tasks, panels * (task + 1) // tasks):
+                panel = w + number * panel_bytes
+                if unpack:
+                    for column in range(0, PANEL, COLUMNS):
+                        unpack_tile(kind, panel, stride, column, unpacked.ctypes.data + column * 4, STRIDE, count)
+                for start in range(0, rows, ROW_BLOCK):
+                    size, block = min(ROW_BLOCK, rows - start), x + start * x_stride
+                    if unpack:
+                        multiply_float32(block, x_stride, unpacked.ctypes.data, sums.ctypes.data, size, count)
+                    else:
+                        multiply(block, x_stride, panel, sums.ctypes.data, size, count)
+                    skip = start * outputs * 4
+                    own = residual + skip if residual != 0 else 0
+                    _finish(sums, out + skip, bias, own, size, outputs, number * PANEL)
+            task = take(a)
+
+    return Kernel(matmul)
+
+
+_KERNELS = {kind: _kernel(kind) for kind in GROUP_BYTES}
+
+
+def matmul(
+    weights: Panels, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """out = x @ W.T + bias + residual, all float32.
+
+    Args:
+        weights: packed W [outputs, inputs].
+        x: [N, inputs], rows contiguous.
+        out: [N, outputs] contiguous; may be `residual` itself.
+    """
+    runs = min(-(-weights.outputs // PANEL), RUNS_PER_THREAD * torch.get_num_threads())
+    _KERNELS[weights.kind](
+        runs, x.data_ptr(), x.stride(0) * 4, weights.address, 0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(), out.data_ptr(), len(x), weights.inputs, weights.outputs,
+    )  # fmt: skip

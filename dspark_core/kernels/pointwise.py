@@ -1,0 +1,150 @@
+"""The small steps between matrix products, row by row: norm, rotation with storing of keys and values, gating.
+
+A row's result depends on that row alone, by construction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.simd import LANES, exp, fma, integers, lane_sum, load, pointer, splat, store, take
+
+ROWS_PER_TASK = 16  # fewer are done before another thread has woken up
+
+
+@njit(error_model="numpy")
+def _norm(x, weight, out, size, eps):
+    """RMS norm of `size` floats at address `x` into `out`, which may be the same."""
+    full = size - size % LANES
+    squares = splat(np.float32(0.0))
+    for i in range(0, full, LANES):
+        part = load(x + i * 4)
+        squares = fma(part, part, squares)
+    total, values, target, factors = lane_sum(squares), pointer(x), pointer(out), pointer(weight)
+    for i in range(full, size):
+        total += values[i] * values[i]
+    scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    for i in range(size):
+        target[i] = values[i] * scale * factors[i]
+
+
+def _rms_norm(a):
+    x, weight, out, rows, size, eps = a[2], a[3], a[4], a[5], a[6], pointer(a[7])[0]
+    task = take(a)
+    while task < a[1]:
+        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
+            _norm(x + row * size * 4, weight, out + row * size * 4, size, eps)
+        task = take(a)
+
+
+@njit(error_model="numpy")
+def _rotate(x, cos, sin, size):
+    """Rotate one head at address `x` in place, by tables of `size` floats (half-split layout, signed sines)."""
+    values, cosines, sines, half = pointer(x), pointer(cos), pointer(sin), size // 2
+    for i in range(half):
+        first, second = values[i], values[i + half]
+        values[i] = second * sines[i] + first * cosines[i]
+        values[i + half] = first * sines[i + half] + second * cosines[i + half]
+
+
+@njit(error_model="numpy")
+def _store_head(keys, values, key, value, page, head, offset, shape):
+    """Put a key and a value of one head at `offset` of a page. `shape`: heads, head_dim, page size, value width."""
+    kv_heads, head_dim, page_size, width = shape
+    source, target = pointer(key), pointer(keys + (page * kv_heads + head) * head_dim * page_size * 4)
+    for i in range(head_dim):
+        target[i * page_size + offset] = source[i]
+    source = pointer(value)
+    target = pointer(values + ((page * kv_heads + head) * page_size + offset) * width * 4)
+    for i in range(head_dim):
+        target[i] = source[i]
+
+
+def _rotate_and_store(a):
+    x, cos, sin, positions, slots, keys, values = a[2], a[3], a[4], integers(a[5]), integers(a[6]), a[7], a[8]
+    rows, heads, shape = a[9], a[10], (a[11], a[12], a[13], a[14])
+    q_weight, k_weight, eps = a[15], a[16], pointer(a[17])[0]
+    kv_heads, dim, page_size, _ = shape
+    task = take(a)
+    while task < a[1]:
+        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
+            start = x + row * (heads + 2 * kv_heads) * dim * 4
+            angle = positions[row] * dim * 4
+            for head in range(heads + kv_heads):
+                place, weight = start + head * dim * 4, q_weight if head < heads else k_weight
+                if weight != 0:
+                    _norm(place, weight, place, dim, eps)
+                _rotate(place, cos + angle, sin + angle, dim)
+            page, offset = slots[row] // page_size, slots[row] % page_size
+            for head in range(kv_heads):
+                key = start + (heads + head) * dim * 4
+                _store_head(keys, values, key, key + kv_heads * dim * 4, page, head, offset, shape)
+        task = take(a)
+
+
+def _silu_mul(a):
+    gate_up, out, rows, size = a[2], a[3], a[4], a[5]
+    rest, one = np.zeros(2 * LANES, np.float32), splat(np.float32(1.0))
+    task = take(a)
+    while task < a[1]:
+        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
+            gate, target = gate_up + row * 2 * size * 4, out + row * size * 4
+            up = gate + size * 4
+            full = size - size % LANES
+            for i in range(0, full * 4, LANES * 4):
+                x = load(gate + i)
+                store(target + i, x / (one + exp(splat(np.float32(0.0)) - x)) * load(up + i))
+            for i in range(full, size):  # the same operations, through a vector of their own
+                rest[i - full], rest[LANES + i - full] = pointer(gate)[i], pointer(up)[i]
+            if full < size:
+                x = load(rest.ctypes.data)
+                gated = x / (one + exp(splat(np.float32(0.0)) - x)) * load(rest.ctypes.data + LANES * 4)
+                store(rest.ctypes.data, gated)
+                for i in range(full, size):
+                    pointer(target)[i] = rest[i - full]
+        task = take(a)
+
+
+_RMS_NORM, _ROTATE_AND_STORE, _SILU_MUL = Kernel(_rms_norm), Kernel(_rotate_and_store), Kernel(_silu_mul)
+
+
+def _tasks(rows: int) -> int:
+    return -(-rows // ROWS_PER_TASK)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor, out: Tensor) -> None:
+    """Root-mean-square norm of the rows of `x` [N, D] into `out`; `eps`: a float32 tensor of one element."""
+    rows, size = x.shape
+    _RMS_NORM(_tasks(rows), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps.data_ptr())
+
+
+def rotate_and_store(
+    qkv: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
+    norms: tuple[Tensor, Tensor] | None, eps: Tensor,
+) -> None:  # fmt: skip
+    """Norm (if any) and rotate queries and keys in place, and store keys and values in their pages.
+
+    Args:
+        qkv: [N, (H + 2 KV) * d], the heads of queries, keys and values side by side; H may be 0.
+        tables: cosines and signed sines [positions, d].
+        positions, slots: [N] int64.
+        keys, values: one layer's pages, [pages, KV, d, page_size] and [pages, KV, page_size, width].
+        norms: weights [d] of the norms of queries and keys.
+    """
+    _, kv_heads, dim, page_size = keys.shape
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q_norm, k_norm = (weight.data_ptr() for weight in norms) if norms else (0, 0)
+    _ROTATE_AND_STORE(
+        _tasks(len(qkv)), qkv.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), positions.data_ptr(),
+        slots.data_ptr(), keys.data_ptr(), values.data_ptr(), len(qkv), heads, kv_heads, dim, page_size,
+        values.shape[-1], q_norm, k_norm, eps.data_ptr(),
+    )  # fmt: skip
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """out [N, I] = silu(gate) * up, of `gate_up` [N, 2 I] with the gates first."""
+    rows, size = out.shape
+    _SILU_MUL(_tasks(rows), gate_up.data_ptr(), out.data_ptr(), rows, size)

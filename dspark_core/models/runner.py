@@ -1,0 +1,110 @@
+"""Running the layers of a prepared model over a flat batch and paged memory: one interface, two ways.
+
+`EagerLayers` is the readable one, in torch operators, for every device and dtype. `compiled.CompiledLayers` is the fast
+one for float32 on a CPU. Both are tested against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from torch import Tensor, nn
+
+from dspark_core.config import DecoderConfig
+from dspark_core.models.attention import PagedAttend, Segment
+from dspark_core.models.kv_cache import KVPool
+from dspark_core.models.layers import DecoderLayer
+from dspark_core.models.linear import can_pack, pack_linear
+from dspark_core.models.rope import Rotary
+from dspark_core.settings import CpuWeights
+
+
+class LayerRunner(Protocol):
+    """Applies a stack of decoder layers.
+
+    Attributes:
+        exact: whether a row has the same bits whatever rows lie beside it.
+        weight_bytes: memory of the weights by the kind of number they are stored as.
+    """
+
+    exact: bool
+    weight_bytes: dict[str, int]
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        segments: Sequence[Segment],
+        pool: KVPool,
+        tap: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Outputs [N, D] of the last layer and of the tapped ones, writing keys and values.
+
+        Args:
+            x: [N, D] inputs of the first layer, which may be overwritten.
+            positions, slots: [N] int64, places in the text and in the pool.
+            segments: which rows belong together; they cover 0..N in order.
+            tap: layer ids; -1 is the input.
+        """
+        ...
+
+    def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
+        """Write keys and values of injected rows [N, D] for every layer (DFlash); nothing attends."""
+        ...
+
+
+class EagerLayers:
+    """Decoder layers as they stand, attention by the reference."""
+
+    exact = False
+
+    def __init__(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
+        self.layers, self.rotary = list(layers), rotary
+        kind = str(layers[0].self_attn.o_proj.weight.dtype).removeprefix("torch.")
+        self.weight_bytes = {kind: sum(p.nbytes for layer in layers for p in layer.parameters())}
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        segments: Sequence[Segment],
+        pool: KVPool,
+        tap: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        attend, rotary = PagedAttend(segments, pool, slots), self.rotary.at(positions, x.dtype)
+        tapped = {-1: x} if -1 in tap else {}
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotary, attend)
+            if number in tap:
+                tapped[number] = x
+        return x, tapped
+
+    def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
+        rotary = self.rotary.at(positions, x.dtype)
+        for number, layer in enumerate(self.layers):
+            pool.write(number, slots, *layer.self_attn.context(x, rotary))
+
+
+def make_runner(
+    layers: nn.ModuleList, config: DecoderConfig, rotary: Rotary, weights: CpuWeights, *, with_context: bool = False
+) -> LayerRunner:
+    """The fastest runner for these layers; it takes their weights over, `layers` is empty afterwards if it packed them.
+
+    Args:
+        with_context: the runner's `write_context` will be called (drafts).
+
+    Raises:
+        CheckpointError: this kind of weights cannot be had here.
+    """
+    own = cast(list[DecoderLayer], list(layers))
+    weight = own[0].self_attn.o_proj.weight
+    if not can_pack(weight.device, weight.dtype):
+        if weights not in ("exact", "float32"):
+            pack_linear(own[0].self_attn.o_proj, weights=weights)  # says why not
+        return EagerLayers(own, rotary)
+    from dspark_core.models.compiled import CompiledLayers  # needs Numba
+
+    return CompiledLayers(layers, config, rotary, weights, with_context=with_context)
