@@ -7,13 +7,11 @@ pages and limit alone: later pages add exact zeros, so the tiling may be anythin
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
-from torch import Tensor
 
 from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.pointwise import layer_address
 from dspark_core.kernels.simd import (
     LANES,
     exp,
@@ -113,9 +111,10 @@ def _gather_queries(queries, row, rows, stride, first_head, group, dim, scale, l
 
 
 def _attend(a):
-    queries, stride, keys, values, out = a[2], a[3], a[4], a[5], a[6]
-    tiles, tables = integers(a[7]), integers(a[8])
-    heads, kv_heads, dim, size, width, scale = a[9], a[10], a[11], a[12], a[13], pointer(a[14])[0]
+    queries, stride, out, tiles, tables = a[2], a[3], a[4], integers(a[5]), integers(a[6])
+    heads, kv_heads, dim, size, width = a[7], a[8], a[9], a[10], a[11]
+    keys, values = layer_address(a, 12, (kv_heads, dim, size, width))
+    scale = pointer(a[16])[0]
     group = heads // kv_heads
     most = TILE_ROWS * group
     lines, scores = np.empty(most * dim, np.float32), np.empty((most, size), np.float32)
@@ -155,25 +154,7 @@ def _attend(a):
         task = take(a)
 
 
-_ATTEND = Kernel(_attend)
-
-
-def attend(
-    qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor, tiles: np.ndarray[Any, Any], tables: np.ndarray[Any, Any],
-    scale: Tensor,
-) -> None:  # fmt: skip
-    """Attention outputs [N, H * d] of the queries at the front of `qkv` rows.
-
-    Args:
-        qkv: [N, (H + ...) * d], rotated.
-        keys, values: one layer's pages, [pages, KV, d, page_size] and [pages, KV, page_size, width].
-        tiles: [T, TILE_FIELDS] int64.
-        tables: int64, page tables one after the other.
-        scale: of the scores, a float32 tensor of one element.
-    """
-    _, kv_heads, dim, page_size = keys.shape
-    _ATTEND(
-        len(tiles) * kv_heads, qkv.data_ptr(), qkv.stride(0) * 4, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-        tiles.ctypes.data, tables.ctypes.data, out.shape[1] // dim, kv_heads, dim, page_size, values.shape[-1],
-        scale.data_ptr(),
-    )  # fmt: skip
+# Tasks: tiles x KV heads. Arguments: rows that begin with the queries, bytes from row to row, out [N, H * d], tiles
+# [T, TILE_FIELDS] (int64), page tables one after the other (int64), heads, KV heads, head_dim, page size, width of a
+# value, pool of keys, pool of values, pages, layer, address of the scale of the scores
+ATTEND = Kernel(_attend)

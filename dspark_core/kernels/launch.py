@@ -1,26 +1,36 @@
-"""Running compiled kernels on torch's own threads."""
+"""Running compiled kernels on torch's own threads: one at a time, or a whole program of them in one call."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cfunc, types
 
+from dspark_core.kernels.simd import call_barrier, call_kernel, integers
+
 logger = logging.getLogger(__name__)
 
+_OPENMP_NAMES, _ENDINGS = ("libgomp", "libomp", "libiomp5"), (".so.1", ".so", ".dylib")
+
 _SIGNATURE = types.void(types.CPointer(types.int64))
-_ARRAYS = [ctypes.c_int64 * size for size in range(24)]
+MAX_ARGUMENTS = 20
+# Of an instruction in a program, and of the numbers that a kernel gets: where they begin, in int64.
+ADDRESS, COUNTER, TASKS, ARGUMENTS = 0, 1, 2, 3
+_WIDTH = ARGUMENTS + MAX_ARGUMENTS
+_ARRAYS = [ctypes.c_int64 * size for size in range(MAX_ARGUMENTS + 3)]
 
 
 class Kernel:
-    """A function over numbered tasks, compiled when first called.
+    """A function over numbered tasks, compiled when first needed.
 
     The function gets a pointer to int64 numbers: a counter of tasks taken, the number of tasks, and the arguments. It
     takes tasks from the counter (`simd.take`) until there are none; several threads run it on the same numbers. So
@@ -29,44 +39,104 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._function = function
-        self._address = 0
+        self._compiled: Any = None
         self._serial: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def address(self) -> int:
+        if self._serial is None:
+            with self._lock:
+                self._compiled = self._compiled or cfunc(_SIGNATURE, cache=True, error_model="numpy")(self._function)
+                self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+        return self._compiled.address  # type: ignore[no-any-return]
+
     def __call__(self, tasks: int, *args: int) -> None:
         """Run all tasks; returns when they are done. The caller keeps alive what the addresses in `args` point to."""
-        if not self._address:
-            self._compile()
-        numbers = _ARRAYS[len(args) + 2](0, tasks, *args)
-        threads = min(tasks, torch.get_num_threads())
-        parallel = parallel_region()
-        if threads > 1 and parallel is not None:
-            parallel(self._address, numbers, threads, 0)
+        address, numbers = self.address, _ARRAYS[len(args) + 2](0, tasks, *args)
+        self.run(address, numbers, min(tasks, torch.get_num_threads()))
+
+    def run(self, address: int, numbers: Any, threads: int) -> None:
+        openmp = find_openmp()
+        if threads > 1 and openmp:
+            openmp.GOMP_parallel(address, numbers, threads, 0)
         else:
             self._serial(numbers)
 
-    def _compile(self) -> None:
-        with self._lock:
-            if not self._address:
-                self._compiled = cfunc(_SIGNATURE, cache=True, error_model="numpy")(self._function)
-                self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
-                self._address = self._compiled.address
+
+def _run_program(a):
+    """Arguments: address of the instructions, their number, address of the barrier (0: one thread)."""
+    instructions, barrier = a[2], a[4]
+    for number in range(a[3]):
+        instruction = instructions + number * _WIDTH * 8
+        call_kernel(integers(instruction)[ADDRESS], instruction + COUNTER * 8)
+        if barrier != 0:
+            call_barrier(barrier)
+
+
+_RUN_PROGRAM = Kernel(_run_program)
+
+
+class Program:
+    """Kernels one after the other, without Python between them.
+
+    Numbers that change from run to run (row counts, addresses of buffers) are named when the program is written, and
+    given when it is run.
+    """
+
+    def __init__(self) -> None:
+        self._instructions: list[list[int]] = []
+        self._places: dict[str, list[int]] = {}
+
+    def add(self, kernel: Kernel, tasks: int | str, *args: int | str) -> None:
+        """Append a kernel; a name stands for a number that `run` is given."""
+        row: list[int] = [kernel.address, 0]
+        for value in (tasks, *args):
+            if isinstance(value, str):
+                self._places.setdefault(value, []).append(len(self._instructions) * _WIDTH + len(row))
+            row.append(0 if isinstance(value, str) else value)
+        self._instructions.append(row + [0] * (_WIDTH - len(row)))
+
+    def freeze(self) -> None:
+        """End writing."""
+        self._template = np.array(self._instructions, np.int64).reshape(-1, _WIDTH)
+        self._indices = {name: np.array(places) for name, places in self._places.items()}
+
+    def run(self, values: Mapping[str, int]) -> None:
+        """Run all kernels; the caller keeps alive what the addresses point to."""
+        numbers = self._template.copy()  # several engines may run the same program
+        flat = numbers.reshape(-1)
+        for name, places in self._indices.items():
+            flat[places] = values[name]
+        threads, openmp = torch.get_num_threads(), find_openmp()
+        barrier = openmp.barrier_address if threads > 1 and openmp else 0
+        arguments = _ARRAYS[5](0, threads, numbers.ctypes.data, len(numbers), barrier)
+        _RUN_PROGRAM.run(_RUN_PROGRAM.address, arguments, threads)
+
+
+class _OpenMP:
+    """The functions of an OpenMP library that kernels need."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.GOMP_parallel = library.GOMP_parallel
+        self.GOMP_parallel.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self.GOMP_parallel.restype = None
+        self.barrier_address = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
 
 
 @cache
-def parallel_region() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded: its threads are awake and as many as torch uses.
+def find_openmp() -> _OpenMP | None:
+    """The OpenMP library that torch has loaded: its threads are awake and as many as torch uses.
 
     A second pool of threads would fight with the first one for the cores.
     """
-    libraries = Path(torch.__file__).parent.parent.glob("torch*/**/lib*omp*.*")
-    for path in sorted(libraries):
-        if path.suffix == ".dylib" or ".so" in path.suffixes:
-            try:
-                function = ctypes.CDLL(str(path)).GOMP_parallel
-            except (OSError, AttributeError):
-                continue
-            function.argtypes, function.restype = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-            return function
-    logger.warning("torch's OpenMP library was not found beside it: kernels run on one thread")
+    own = Path(torch.__file__).parent
+    folders = (own / "lib", own.with_name("torch.libs"))
+    beside = [path for folder in folders for name in _OPENMP_NAMES for path in sorted(folder.glob(f"{name}*"))]
+    for library in (*map(str, beside), *(f"{name}{ending}" for name in _OPENMP_NAMES for ending in _ENDINGS)):
+        try:
+            return _OpenMP(ctypes.CDLL(library, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW))
+        except (OSError, AttributeError):
+            continue
+    logger.warning("torch's OpenMP library was not found: kernels run on one thread")
     return None

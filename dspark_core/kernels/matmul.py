@@ -114,7 +114,12 @@ def _kernel(kind: int) -> Kernel:
     return Kernel(matmul)
 
 
-_KERNELS = {kind: _kernel(kind) for kind in GROUP_BYTES}
+MATMUL = {kind: _kernel(kind) for kind in GROUP_BYTES}
+
+
+def runs_of(weights: Panels) -> int:
+    """Into how many tasks a product is cut."""
+    return min(-(-weights.outputs // PANEL), RUNS_PER_THREAD * torch.get_num_threads())
 
 
 def matmul(
@@ -128,8 +133,7 @@ def matmul(
         x: [N, inputs], rows contiguous.
         out: [N, outputs] contiguous; may be `residual` itself.
     """
-    runs = min(-(-weights.outputs // PANEL), RUNS_PER_THREAD * torch.get_num_threads())
-    _KERNELS[weights.kind](
-        runs, x.data_ptr(), x.stride(0) * 4, weights.address, 0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(), out.data_ptr(), len(x), weights.inputs, weights.outputs,
+    MATMUL[weights.kind](
+        runs_of(weights), x.data_ptr(), x.stride(0) * 4, weights.address, 0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(), out.data_ptr(), x.shape[0], weights.inputs, weights.outputs,
     )  # fmt: skip

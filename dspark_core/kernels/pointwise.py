@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from torch import Tensor
 
 from dspark_core.kernels.launch import Kernel
 from dspark_core.kernels.simd import LANES, exp, fma, integers, lane_sum, load, pointer, splat, store, take
 
-ROWS_PER_TASK = 16  # fewer are done before another thread has woken up
+ROWS_PER_TASK = 8  # fewer are done before another thread has come
 
 
 @njit(error_model="numpy")
@@ -63,10 +62,19 @@ def _store_head(keys, values, key, value, page, head, offset, shape):
         target[i] = source[i]
 
 
+@njit(error_model="numpy")
+def layer_address(a, first, shape):
+    """Addresses of one layer's keys and values; from `first` on come both pools, the number of pages and the layer."""
+    kv_heads, head_dim, page_size, width = shape
+    rows = a[first + 3] * a[first + 2] * kv_heads * page_size * 4
+    return a[first] + rows * head_dim, a[first + 1] + rows * width
+
+
 def _rotate_and_store(a):
-    x, cos, sin, positions, slots, keys, values = a[2], a[3], a[4], integers(a[5]), integers(a[6]), a[7], a[8]
-    rows, heads, shape = a[9], a[10], (a[11], a[12], a[13], a[14])
-    q_weight, k_weight, eps = a[15], a[16], pointer(a[17])[0]
+    x, cos, sin, positions, slots, rows = a[2], a[3], a[4], integers(a[5]), integers(a[6]), a[7]
+    heads, shape = a[8], (a[9], a[10], a[11], a[12])
+    keys, values = layer_address(a, 13, shape)
+    q_weight, k_weight, eps = a[17], a[18], pointer(a[19])[0]
     kv_heads, dim, page_size, _ = shape
     task = take(a)
     while task < a[1]:
@@ -108,43 +116,28 @@ def _silu_mul(a):
         task = take(a)
 
 
-_RMS_NORM, _ROTATE_AND_STORE, _SILU_MUL = Kernel(_rms_norm), Kernel(_rotate_and_store), Kernel(_silu_mul)
+def _copy_columns(a):
+    """Copy rows [rows, size] to columns of a wider array, whose rows are `stride` bytes apart."""
+    x, out, rows, size, stride = a[2], a[3] + a[7], a[4], a[5], a[6]
+    task = take(a)
+    while task < a[1]:
+        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
+            source, target = pointer(x + row * size * 4), pointer(out + row * stride)
+            for i in range(size):
+                target[i] = source[i]
+        task = take(a)
 
 
-def _tasks(rows: int) -> int:
+# Arguments, all int64; addresses are of contiguous float32 arrays unless said otherwise.
+RMS_NORM = Kernel(_rms_norm)  # x, weight, out (may be x), rows, size, address of eps
+# qkv, cosines, signed sines, positions (int64), slots (int64), rows, heads (0: keys and values only), KV heads,
+# head_dim, page size, width of a value, pool of keys, pool of values, pages, layer, query norm or 0, key norm or 0,
+# address of eps
+ROTATE_AND_STORE = Kernel(_rotate_and_store)
+SILU_MUL = Kernel(_silu_mul)  # gates and ups side by side, out, rows, size
+COPY_COLUMNS = Kernel(_copy_columns)  # x, out, rows, size, bytes from row to row of out, bytes to the first column
+
+
+def row_tasks(rows: int) -> int:
+    """Into how many tasks the kernels of this file are cut."""
     return -(-rows // ROWS_PER_TASK)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: Tensor, out: Tensor) -> None:
-    """Root-mean-square norm of the rows of `x` [N, D] into `out`; `eps`: a float32 tensor of one element."""
-    rows, size = x.shape
-    _RMS_NORM(_tasks(rows), x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps.data_ptr())
-
-
-def rotate_and_store(
-    qkv: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
-    norms: tuple[Tensor, Tensor] | None, eps: Tensor,
-) -> None:  # fmt: skip
-    """Norm (if any) and rotate queries and keys in place, and store keys and values in their pages.
-
-    Args:
-        qkv: [N, (H + 2 KV) * d], the heads of queries, keys and values side by side; H may be 0.
-        tables: cosines and signed sines [positions, d].
-        positions, slots: [N] int64.
-        keys, values: one layer's pages, [pages, KV, d, page_size] and [pages, KV, page_size, width].
-        norms: weights [d] of the norms of queries and keys.
-    """
-    _, kv_heads, dim, page_size = keys.shape
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_norm, k_norm = (weight.data_ptr() for weight in norms) if norms else (0, 0)
-    _ROTATE_AND_STORE(
-        _tasks(len(qkv)), qkv.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), positions.data_ptr(),
-        slots.data_ptr(), keys.data_ptr(), values.data_ptr(), len(qkv), heads, kv_heads, dim, page_size,
-        values.shape[-1], q_norm, k_norm, eps.data_ptr(),
-    )  # fmt: skip
-
-
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """out [N, I] = silu(gate) * up, of `gate_up` [N, 2 I] with the gates first."""
-    rows, size = out.shape
-    _SILU_MUL(_tasks(rows), gate_up.data_ptr(), out.data_ptr(), rows, size)

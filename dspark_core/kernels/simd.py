@@ -165,6 +165,30 @@ def take(context: Any, counter: Any) -> Any:
     return types.int64(types.CPointer(types.int64)), build
 
 
+@intrinsic
+def call_kernel(context: Any, function: Any, numbers: Any) -> Any:
+    """Call the kernel at an address with the address of its numbers."""
+
+    def build(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
+        target = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(target, [builder.inttoptr(args[1], I64.as_pointer())])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+@intrinsic
+def call_barrier(context: Any, function: Any) -> Any:
+    """Call the function without arguments at an address."""
+
+    def build(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.call(builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), []).as_pointer()), [])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), build
+
+
 @njit
 def lane_sum(x):
     """Sum of the lanes, always added in this order."""

@@ -95,7 +95,6 @@ class TargetModel(nn.Module):
         """
         assert self.runner is not None, "call prepare() first"
         x = self.embed_tokens(batch.token_ids)
-        x, tapped = self.runner(x, batch.positions, batch.slots, batch.segments, pool, tap)
-        features = torch.cat([tapped[i] for i in tap], -1) if tap else None
+        x, features = self.runner(x, batch.positions, batch.slots, batch.segments, pool, tap)
         rows = x if logit_rows is None else x[logit_rows]
         return TargetOutput(self.lm_head(self.norm(rows)).float(), features)

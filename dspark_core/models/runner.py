@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
@@ -39,8 +40,8 @@ class LayerRunner(Protocol):
         segments: Sequence[Segment],
         pool: KVPool,
         tap: Sequence[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Outputs [N, D] of the last layer and of the tapped ones, writing keys and values.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs [N, D] of the last layer, and of the tapped ones side by side [N, m * D]; writes keys and values.
 
         Args:
             x: [N, D] inputs of the first layer, which may be overwritten.
@@ -73,14 +74,14 @@ class EagerLayers:
         segments: Sequence[Segment],
         pool: KVPool,
         tap: Sequence[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         attend, rotary = PagedAttend(segments, pool, slots), self.rotary.at(positions, x.dtype)
         tapped = {-1: x} if -1 in tap else {}
         for number, layer in enumerate(self.layers):
             x = layer(x, rotary, attend)
             if number in tap:
                 tapped[number] = x
-        return x, tapped
+        return x, torch.cat([tapped[i] for i in tap], -1) if tap else None
 
     def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
         rotary = self.rotary.at(positions, x.dtype)

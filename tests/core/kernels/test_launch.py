@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dspark_core.kernels import launch
-from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.launch import Kernel, Program
 from dspark_core.kernels.simd import integers, take
 
 
@@ -46,17 +46,58 @@ def test_engines_in_several_threads_do_not_disturb_each_other() -> None:
             assert (done == 200 * number).all()
 
 
+def _accumulate(a):  # type: ignore[no-untyped-def]
+    """Every element becomes the sum of all: wrong unless the kernel before it is over."""
+    values, results, size = integers(a[2]), integers(a[3]), a[4]
+    task = take(a)
+    while task < a[1]:
+        results[task] = 0
+        for i in range(size):
+            results[task] += values[i]
+        task = take(a)
+
+
+ACCUMULATE = Kernel(_accumulate)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_program_runs_its_kernels_one_after_the_other(threads: int) -> None:
+    size, rounds = 37, 6
+    program, memory = Program(), np.zeros((2, size), np.int64)
+    addresses = [row.ctypes.data for row in memory]
+    for number in range(rounds):
+        program.add(ACCUMULATE, "tasks", "first" if number % 2 == 0 else "second", addresses[1 - number % 2], size)
+    program.freeze()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for start in (1, 2):
+            memory[0] = start
+            program.run({"tasks": size, "first": addresses[0], "second": addresses[1]})
+            assert (memory[0] == start * size**rounds).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_program_needs_all_its_numbers() -> None:
+    program = Program()
+    program.add(COUNT, 1, "done", 1)
+    program.freeze()
+    with pytest.raises(KeyError, match="done"):
+        program.run({"tasks": 1})
+
+
 def test_torch_s_threads_are_used() -> None:
     """The library that runs the kernels is the one whose number of threads torch sets."""
-    region = launch.parallel_region()
-    assert region is not None
+    openmp = launch.find_openmp()
+    assert openmp is not None
     seen: set[int] = set()
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         body = kind(lambda _: seen.add(__import__("threading").get_native_id()))
-        region(ctypes.cast(body, ctypes.c_void_p).value, None, 2, 0)
+        openmp.GOMP_parallel(ctypes.cast(body, ctypes.c_void_p).value, None, 2, 0)
     finally:
         torch.set_num_threads(before)
     assert len(seen) == 2
@@ -65,8 +106,8 @@ def test_torch_s_threads_are_used() -> None:
 def test_without_openmp_they_run_alone_and_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launch.parallel_region.cache_clear()
-    monkeypatch.setattr(launch.torch, "__file__", "/nowhere/torch/__init__.py")
+    launch.find_openmp.cache_clear()
+    monkeypatch.setattr(launch, "_OPENMP_NAMES", ("libnothing",))
     try:
         with caplog.at_level(logging.WARNING):
             done = np.zeros(50, np.int64)
@@ -75,4 +116,4 @@ def test_without_openmp_they_run_alone_and_say_so(
         assert "kernels run on one thread" in caplog.text
     finally:
         monkeypatch.undo()
-        launch.parallel_region.cache_clear()
+        launch.find_openmp.cache_clear()

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark_core.kernels.pointwise import ROWS_PER_TASK, rms_norm, rotate_and_store, silu_mul
+from dspark_core.kernels.pointwise import (
+    COPY_COLUMNS,
+    RMS_NORM,
+    ROTATE_AND_STORE,
+    ROWS_PER_TASK,
+    SILU_MUL,
+    row_tasks,
+)
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.rope import RopeConfig, Rotary, rotate
 
@@ -16,14 +23,18 @@ COUNTS = [1, 2, ROWS_PER_TASK, ROWS_PER_TASK + 1, 70]
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    out = torch.full((len(gate_up), gate_up.shape[1] // 2), torch.nan)
-    silu_mul(gate_up, out)
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = torch.full((rows, size), torch.nan)
+    SILU_MUL(row_tasks(rows), gate_up.data_ptr(), out.data_ptr(), rows, size)
     return out
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    out = torch.full_like(x, torch.nan)
-    rms_norm(x, weight, EPS, out)
+    return norm_into(x, weight, torch.full_like(x, torch.nan))
+
+
+def norm_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    RMS_NORM(row_tasks(len(x)), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, EPS.data_ptr())
     return out
 
 
@@ -35,8 +46,7 @@ def test_norm(size: int) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-6)
     for count in COUNTS:
         assert torch.equal(normed(x[:count], weight), found[:count])
-    rms_norm(x, weight, EPS, x)
-    assert torch.equal(x, found), "in place"
+    assert torch.equal(norm_into(x, weight, x), found), "in place"
 
 
 @pytest.mark.parametrize("size", [5, 16, 40, 1536])
@@ -66,7 +76,7 @@ def test_rotation_and_storing(heads: int, kv_heads: int, dim: int, norms: bool) 
     rotary = Rotary(RopeConfig(), dim, 200, torch.device("cpu"))
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim)
     positions, slots = torch.randperm(200)[:rows], torch.randperm(5 * page_size)[:rows]
-    sizes = {"num_layers": 1, "num_pages": 5, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": dim}
+    sizes = {"num_layers": 2, "num_pages": 5, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": dim}
     pool, expected = (KVPool(**sizes, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
     weights = (torch.randn(dim), torch.randn(dim)) if norms else None
     queries, keys, values = qkv.split((heads, kv_heads, kv_heads), 1)
@@ -74,11 +84,24 @@ def test_rotation_and_storing(heads: int, kv_heads: int, dim: int, norms: bool) 
         queries, keys = (F.rms_norm(x, (dim,), w, 1e-5) for x, w in zip((queries, keys), weights, strict=True))
     angles = rotary.at(positions, torch.float32)
     queries, keys = rotate(queries, angles), rotate(keys, angles)
-    expected.write(0, slots, keys, values)
+    expected.write(1, slots, keys, values)
     flat = qkv.flatten(1).clone()
-    rotate_and_store(flat, (rotary.cos, rotary.sin), positions, slots, pool.keys[0], pool.values[0], weights, EPS)
+    layer = (page_size, pool.values.shape[-1], pool.keys.data_ptr(), pool.values.data_ptr(), 5, 1)
+    q_norm, k_norm = (weight.data_ptr() for weight in weights) if weights else (0, 0)
+    ROTATE_AND_STORE(
+        row_tasks(rows), flat.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr(), positions.data_ptr(),
+        slots.data_ptr(), rows, heads, kv_heads, dim, *layer, q_norm, k_norm, EPS.data_ptr(),
+    )  # fmt: skip
     close = {"rtol": 1e-5, "atol": 1e-5} if norms else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(pool.keys, expected.keys, **close)
     torch.testing.assert_close(pool.values, expected.values, rtol=0, atol=0)
     if heads:
         torch.testing.assert_close(flat.view(qkv.shape)[:, :heads], queries, **close)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_copies_side_by_side(rows: int) -> None:
+    parts, wide = [torch.randn(rows, 7) for _ in range(3)], torch.full((rows, 21), torch.nan)
+    for place, part in enumerate(parts):
+        COPY_COLUMNS(row_tasks(rows), part.data_ptr(), wide.data_ptr(), rows, 7, 21 * 4, place * 7 * 4)
+    assert torch.equal(wide, torch.cat(parts, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_core.kernels.attention import attend as kernel
+from dspark_core.kernels.attention import ATTEND
 from dspark_core.models.attention import PagedAttend, Segment
 from dspark_core.models.compiled import tiles_of
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
@@ -38,10 +38,15 @@ def random_pool(
 
 def attend(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: int = 0) -> Tensor:
     """By the kernel."""
-    out = torch.empty(len(queries), queries[0].numel())
     rows = torch.cat((queries.flatten(1), torch.full((len(queries), 20), torch.nan)), 1)  # keys and values follow
-    scale = torch.tensor([queries.shape[-1] ** -0.5])
-    kernel(rows, pool.keys[layer], pool.values[layer], out, *tiles_of(segments, pool.page_size), scale)
+    out, scale = torch.empty(len(queries), queries[0].numel()), torch.tensor([queries.shape[-1] ** -0.5])
+    tiles, tables = tiles_of(segments, pool.page_size)
+    kv_heads = pool.keys.shape[2]
+    ATTEND(
+        len(tiles) * kv_heads, rows.data_ptr(), rows.stride(0) * 4, out.data_ptr(), tiles.data_ptr(), tables.data_ptr(),
+        HEADS, kv_heads, pool.head_dim, pool.page_size, pool.values.shape[-1], pool.keys.data_ptr(),
+        pool.values.data_ptr(), pool.num_pages, layer, scale.data_ptr(),
+    )  # fmt: skip
     return out.view_as(queries)
 
 
