@@ -47,12 +47,12 @@ class Round:
 
     def __init__(self, sources: Sequence[RowSource], device: torch.device) -> None:
         self.sources, self.device = sources, device
-        self.keys = self._tensor([s.key for s in sources])
-        self.rounds = self._tensor([s.round for s in sources])
-        self.positions = self._tensor([s.position for s in sources])
         self.greedy = self._where([s.params.greedy for s in sources])
         self.ratio = self._where([not s.params.greedy and s.params.seed is None for s in sources])
         self.coupled = self._where([not s.params.greedy and s.params.seed is not None for s in sources])
+        # [len(ratio)] each, and [len(coupled)].
+        self.ratio_keys, self.ratio_rounds = self._columns(self.ratio, "key", "round")
+        self.coupled_keys, self.coupled_positions = self._columns(self.coupled, "key", "position")
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
         self.penalties = {i: Penalties(s, device) for i, s in enumerate(sources) if s.params.penalised}
@@ -65,6 +65,10 @@ class Round:
 
     def _where(self, flags: list[bool]) -> Tensor:
         return self._tensor([i for i, flag in enumerate(flags) if flag])
+
+    def _columns(self, index: Tensor, *names: str) -> list[Tensor]:
+        chosen = [self.sources[i] for i in index.tolist()]
+        return [self._tensor([getattr(source, name) for source in chosen]) for name in names]
 
     def _filters(self, index: Tensor) -> Filters | None:
         chosen = index.tolist()
@@ -102,32 +106,30 @@ class Round:
         lens = self._tensor(list(verify_lens))
         start = (lens + 1).cumsum(0) - (lens + 1)
         logits = self._penalise_target(logits, draft_ids, verify_lens)
+        kinds = [
+            (index, rule)
+            for index, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))
+            if len(index)
+        ]
+        if len(kinds) == 1:  # all alike: no copy of their rows
+            return kinds[0][1](logits, draft_ids, start, lens)
         accepted, following = torch.zeros_like(lens), torch.zeros_like(lens)
-        owner = torch.repeat_interleave(torch.arange(len(lens), device=self.device), lens + 1)
-        for index, rule in (
-            (self.greedy, self._greedy),
-            (self.ratio, self._ratio),
-            (self.coupled, self._coupled),
-        ):
-            if len(index) == len(lens):
-                return rule(logits, owner, draft_ids, start, lens)  # all alike: no copy of their rows
-            if len(index):
-                rows = torch.isin(owner, index).nonzero().squeeze(-1)
-                local = torch.searchsorted(index, owner[rows])
-                own_start = (lens[index] + 1).cumsum(0) - (lens[index] + 1)
-                result = rule(logits[rows], local, draft_ids[index], own_start, lens[index])
-                accepted[index], following[index] = result
+        owner = row_owner(lens)
+        for index, rule in kinds:
+            rows = torch.isin(owner, index).nonzero().squeeze(-1)
+            own_start = (lens[index] + 1).cumsum(0) - (lens[index] + 1)
+            accepted[index], following[index] = rule(logits[rows], draft_ids[index], own_start, lens[index])
         return Verified(accepted, following)
 
-    def _greedy(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+    def _greedy(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
         return verify_choices(greedy_choices(logits), draft_ids, start, lens)
 
-    def _ratio(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+    def _ratio(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
         assert self.ratio_filters is not None
-        keys, rounds = self.keys[self.ratio], self.rounds[self.ratio]
+        keys, rounds = self.ratio_keys, self.ratio_rounds
         slots = torch.arange(draft_ids.shape[1], device=self.device)
         return verify_ratio(
-            probabilities(logits, self.ratio_filters.rows(local)),
+            probabilities(logits, self.ratio_filters.rows(row_owner(lens))),
             draft_ids,
             self.draft_probs,
             start,
@@ -136,29 +138,29 @@ class Round:
             residual_u=uniform(keys, rounds, int(Purpose.RESIDUAL), 0),
         )
 
-    def _coupled(self, logits: Tensor, local: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+    def _coupled(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
         assert self.coupled_filters is not None
         vocab = logits.shape[-1]
         noise = torch.stack([self._noise(slot, vocab) for slot in range(int(lens.max()) + 1)], 1)
-        slot = torch.arange(len(local), device=self.device) - start[local]
-        choices = coupled_choices(probabilities(logits, self.coupled_filters.rows(local)), noise[local, slot])
+        owner = row_owner(lens)
+        slot = torch.arange(len(owner), device=self.device) - start[owner]
+        choices = coupled_choices(probabilities(logits, self.coupled_filters.rows(owner)), noise[owner, slot])
         return verify_choices(choices, draft_ids, start, lens)
 
     def _draft_u(self, slot: int) -> Tensor:
         """[len(ratio)] uniform numbers of a slot; made for many slots at once, since each call costs as much."""
         while self.draft_u.shape[1] <= slot:
             slots = torch.arange(self.draft_u.shape[1], self.draft_u.shape[1] + 16, device=self.device)
-            keys, rounds = self.keys[self.ratio].unsqueeze(-1), self.rounds[self.ratio].unsqueeze(-1)
+            keys, rounds = self.ratio_keys.unsqueeze(-1), self.ratio_rounds.unsqueeze(-1)
             self.draft_u = torch.cat((self.draft_u, uniform(keys, rounds, int(Purpose.DRAFT), slots)), -1)
         return self.draft_u[:, slot].contiguous()
 
     def _noise(self, slot: int, vocab: int) -> Tensor:
         """[len(coupled), V] noise of the positions that `slot` predicts; made once, used by draft and target."""
         while len(self.noise) <= slot:
-            keys = self.keys[self.coupled].unsqueeze(-1)
-            position = self.positions[self.coupled].unsqueeze(-1) + len(self.noise)
+            position = self.coupled_positions.unsqueeze(-1) + len(self.noise)
             tokens = torch.arange(vocab, device=self.device)
-            self.noise.append(gumbel(keys, int(Purpose.NOISE), position, tokens))
+            self.noise.append(gumbel(self.coupled_keys.unsqueeze(-1), int(Purpose.NOISE), position, tokens))
         return self.noise[slot]
 
     def _penalise_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
@@ -179,6 +181,11 @@ class Round:
             rows = slice(start, start + verify_lens[i] + 1)
             logits[rows] = penalty.apply(logits[rows], draft_ids[i, : verify_lens[i]])
         return logits
+
+
+def row_owner(lens: Tensor) -> Tensor:
+    """[sum(l + 1)]: which request each flat row belongs to."""
+    return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens + 1)
 
 
 class Penalties:

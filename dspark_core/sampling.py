@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark_core.errors import RequestError
+from dspark_core.kernels import have_kernels
 
 # Below this, dividing by the temperature only loses digits: it is greedy decoding.
 GREEDY_TEMPERATURE = 1e-5
@@ -115,19 +118,34 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
     Returns:
         [N, V] float32, each row summing to 1; the most likely token is always kept.
     """
-    scaled = logits.float()
-    if filters.temperature is not None:
-        # The maximum becomes 0 first, so that tiny temperatures lose no digits. Softmax does the same to the others.
-        scaled = (scaled - scaled.amax(-1, keepdim=True)).div_(filters.temperature.unsqueeze(-1))
-    probs = torch.softmax(scaled, -1)
+    logits = logits.float().contiguous()
+    fast = _in_kernels(logits)
+    softmax: Callable[[Tensor, Tensor | None], Tensor] = fast.softmax if fast else _softmax
+    probs = softmax(logits, filters.temperature)
     threshold = _ranked_threshold(probs, filters)
     if filters.min_p is not None:
         least = filters.min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True)
         threshold = least if threshold is None else torch.maximum(threshold, least)
     if threshold is None:
         return probs
-    # Not in place: without a temperature these may be the caller's own logits.
-    return torch.softmax(scaled.masked_fill(probs < threshold, float("-inf")), -1)
+    # Not in place: these may be the caller's own logits.
+    return softmax(logits.masked_fill(probs < threshold, float("-inf")), filters.temperature)
+
+
+def _softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Softmax of rows divided by their temperatures. The maximum becomes 0 first, so that tiny ones lose no digits."""
+    if temperature is not None:
+        logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
+    return torch.softmax(logits, -1)
+
+
+def _in_kernels(rows: Tensor) -> ModuleType | None:
+    """The kernels for these rows, or None where torch's operators serve them."""
+    if rows.device.type != "cpu" or rows.dtype != torch.float32 or not have_kernels():
+        return None
+    from dspark_core.kernels import sampling  # needs Numba
+
+    return sampling
 
 
 def _ranked_threshold(probs: Tensor, filters: Filters) -> Tensor | None:
@@ -191,6 +209,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     Returns:
         [N] int64; an index of weight 0 is never returned.
     """
+    if fast := _in_kernels(weights):
+        chosen: Tensor = fast.draw(weights.contiguous(), u.contiguous())
+        return chosen
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1:]
     point = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))

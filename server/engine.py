@@ -172,13 +172,17 @@ class Engine:
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         rows = sum(verify_lens) + len(verify_lens)
-        verified = draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
-        chosen = plain_round.verify(output.logits[rows:], draft_ids.new_empty(len(plain), 0), [0] * len(plain))
-        emitted = [
-            [*ids[:count], token]
-            for ids, count, token in zip(admitted, *(part.tolist() for part in verified), strict=True)
-        ]
-        emitted += [[token] for token in chosen.next_ids.tolist()]
+        emitted = []
+        if drafting:
+            verified = draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
+            emitted = [
+                [*ids[:count], token]
+                for ids, count, token in zip(admitted, *(part.tolist() for part in verified), strict=True)
+            ]
+        if plain:
+            nothing = draft_ids.new_empty(len(plain), 0)
+            chosen = plain_round.verify(output.logits[rows:], nothing, [0] * len(plain))
+            emitted += [[token] for token in chosen.next_ids.tolist()]
         outcomes = self._deliver(work, admitted, emitted, output.logits)
         self._commit(work, layout, emitted, output.features)
         return outcomes

@@ -102,12 +102,10 @@ def rounded(context: Any, x: Any) -> Any:
 
 @intrinsic
 def times_power_of_two(context: Any, x: Any, n: Any) -> Any:
-    """x * 2^n for whole n from -126 to 127 and x near 1; a NaN in x stays one."""
+    """x * 2^n for whole n from -126 to 127 (no NaN) and x near 1; a NaN in x stays one."""
 
     def build(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(INTS, [VECTOR])
-        whole = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32")
-        shifted = builder.shl(builder.call(whole, [args[1]]), ir.Constant(INTS, [23] * LANES))
+        shifted = builder.shl(builder.fptosi(args[1], INTS), ir.Constant(INTS, [23] * LANES))
         return builder.bitcast(builder.add(builder.bitcast(args[0], INTS), shifted), VECTOR)
 
     return floats(floats, floats), build
@@ -144,6 +142,14 @@ def pointer(context: Any, address: Any) -> Any:
     """An address as a pointer to float32, to be indexed."""
     return types.CPointer(types.float32)(types.int64), lambda ctx, builder, sig, args: builder.inttoptr(
         args[0], F32.as_pointer()
+    )
+
+
+@intrinsic
+def doubles(context: Any, address: Any) -> Any:
+    """An address as a pointer to float64, to be indexed."""
+    return types.CPointer(types.float64)(types.int64), lambda ctx, builder, sig, args: builder.inttoptr(
+        args[0], ir.DoubleType().as_pointer()
     )
 
 
@@ -214,7 +220,8 @@ def exp(x):
     """
     zero, low, high = splat(0.0), splat(-87.0), splat(88.0)
     inside = where_less(x, low, low, where_less(high, x, high, x))
-    n = rounded(inside * splat(1.4426950408889634))
+    finite = where_less(splat(-88.0), inside, inside, zero)  # 0 for a NaN, which stays one in r
+    n = rounded(finite * splat(1.4426950408889634))
     r = fma(n, splat(-0.693359375), inside)  # ln 2 in two parts, the first with few bits
     r = fma(n, splat(2.12194440e-4), r)
     p = splat(1.0 / 5040)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dspark_core.errors import CheckpointError
+from dspark_core.kernels import have_kernels
 from dspark_core.settings import CpuWeights
-
-logger = logging.getLogger(__name__)
-
-
-@cache
-def has_kernels() -> bool:
-    """Whether the CPU kernels can be compiled here."""
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        logger.warning("no CPU kernels (%s): slower, and exact only up to near-ties of the two best tokens", error)
-        return False
-    return True
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether layers of this kind are served by the CPU kernels."""
-    return device.type == "cpu" and dtype == torch.float32 and has_kernels()
+    return device.type == "cpu" and dtype == torch.float32 and have_kernels()
 
 
 def pack_linear(*linears: nn.Module, rows: int | None = None, weights: CpuWeights = "exact") -> nn.Module:

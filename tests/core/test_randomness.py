@@ -141,3 +141,11 @@ def test_numbers_do_not_change_between_releases() -> None:
             assert int(bits(torch.tensor(key), *counters)) & mask == expected
             assert float(uniform(torch.tensor(key), *counters)) == (expected >> 11) * 2.0**-53
     assert derive_key("seed", 7, 0) == 4277653140880986261
+
+
+def test_a_few_numbers_take_another_way_to_the_same_bits() -> None:
+    keys, rounds = torch.tensor([derive_key(i) for i in range(6)]).unsqueeze(-1), torch.arange(2**33, 2**33 + 9)
+    words = bits(keys, rounds, 7, 2**62, torch.arange(9))
+    expected = ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
+    assert torch.equal(uniform(keys, rounds, 7, 2**62, torch.arange(9)), expected)
+    assert torch.equal(uniform(keys[0, 0], 3), ((bits(keys[0, 0], 3) >> 11) & (2**53 - 1)).double() * 2.0**-53)
