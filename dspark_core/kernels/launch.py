@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
 
+from dspark_core.kernels.compile import compile_kernel
 from dspark_core.kernels.simd import call_barrier, call_kernel, integers
 
 logger = logging.getLogger(__name__)
 
 _OPENMP_NAMES, _ENDINGS = ("libgomp", "libomp", "libiomp5"), (".so.1", ".so", ".dylib")
 
-_SIGNATURE = types.void(types.CPointer(types.int64))
 MAX_ARGUMENTS = 20
 # Of an instruction in a program, and of the numbers that a kernel gets: where they begin, in int64.
 ADDRESS, COUNTER, TASKS, ARGUMENTS = 0, 1, 2, 3
@@ -47,7 +46,7 @@ class Kernel:
     def address(self) -> int:
         if self._serial is None:
             with self._lock:
-                self._compiled = self._compiled or cfunc(_SIGNATURE, cache=True, error_model="numpy")(self._function)
+                self._compiled = self._compiled or compile_kernel(self._function)
                 self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
         return self._compiled.address  # type: ignore[no-any-return]
 

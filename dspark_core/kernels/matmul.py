@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numba import njit
 
+from dspark_core.kernels.compile import named
 from dspark_core.kernels.launch import Kernel
 from dspark_core.kernels.simd import pointer, take
-from dspark_core.kernels.storage import Panels
+from dspark_core.kernels.storage import NAMES, Panels
 from dspark_core.kernels.tile import (
     COLUMNS,
     FLOAT32,
@@ -35,7 +36,6 @@ RUNS_PER_THREAD = 4
 def _panel_product(kind: int, stride: int) -> Any:
     """x [rows, count] times one panel of a kind into `out` [rows, PANEL]; addresses, strides in bytes."""
 
-    @njit(error_model="numpy")
     def multiply(x, x_stride, w, out, rows, count):
         done = 0
         while done < rows:
@@ -55,7 +55,7 @@ def _panel_product(kind: int, stride: int) -> Any:
                     multiply_tile(kind, 1, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
             done += left if left == 1 else left & ~1
 
-    return multiply
+    return njit(error_model="numpy")(named(multiply, f"multiply_{NAMES[kind]}"))
 
 
 @njit(error_model="numpy")
@@ -111,7 +111,7 @@ def _kernel(kind: int) -> Kernel:
                     _finish(sums, out + skip, bias, own, size, outputs, number * PANEL)
             task = take(a)
 
-    return Kernel(matmul)
+    return Kernel(named(matmul, f"matmul_{NAMES[kind]}"))
 
 
 MATMUL = {kind: _kernel(kind) for kind in GROUP_BYTES}
