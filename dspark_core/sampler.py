@@ -47,9 +47,10 @@ class Round:
 
     def __init__(self, sources: Sequence[RowSource], device: torch.device) -> None:
         self.sources, self.device = sources, device
-        self.greedy = self._where([s.params.greedy for s in sources])
-        self.ratio = self._where([not s.params.greedy and s.params.seed is None for s in sources])
-        self.coupled = self._where([not s.params.greedy and s.params.seed is not None for s in sources])
+        # Places of each kind of request.
+        self.greedy = [i for i, s in enumerate(sources) if s.params.greedy]
+        self.ratio = [i for i, s in enumerate(sources) if not s.params.greedy and s.params.seed is None]
+        self.coupled = [i for i, s in enumerate(sources) if not s.params.greedy and s.params.seed is not None]
         # [len(ratio)] each, and [len(coupled)].
         self.ratio_keys, self.ratio_rounds = self._columns(self.ratio, "key", "round")
         self.coupled_keys, self.coupled_positions = self._columns(self.coupled, "key", "position")
@@ -63,16 +64,11 @@ class Round:
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def _where(self, flags: list[bool]) -> Tensor:
-        return self._tensor([i for i, flag in enumerate(flags) if flag])
+    def _columns(self, places: list[int], *names: str) -> list[Tensor]:
+        return [self._tensor([getattr(self.sources[i], name) for i in places]) for name in names]
 
-    def _columns(self, index: Tensor, *names: str) -> list[Tensor]:
-        chosen = [self.sources[i] for i in index.tolist()]
-        return [self._tensor([getattr(source, name) for source in chosen]) for name in names]
-
-    def _filters(self, index: Tensor) -> Filters | None:
-        chosen = index.tolist()
-        return Filters.of([self.sources[i].params for i in chosen], self.device) if chosen else None
+    def _filters(self, places: list[int]) -> Filters | None:
+        return Filters.of([self.sources[i].params for i in places], self.device) if places else None
 
     def choose(self, slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:
         """Draft tokens [R] of one slot from the draft's logits [R, V].
@@ -81,19 +77,23 @@ class Round:
             draft_ids: [R, slot] chosen before, seen by penalties.
         """
         logits = self._penalise_draft(logits, draft_ids)
-        if not len(self.ratio) and not len(self.coupled):
+        if not self.ratio and not self.coupled:
             return argmax(logits)
         ids = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
-        if len(self.greedy):
+        if self.greedy:
             ids[self.greedy] = argmax(logits[self.greedy])
         if self.ratio_filters is not None:
-            probs = probabilities(logits[self.ratio], self.ratio_filters)
+            probs = probabilities(self._own(logits, self.ratio), self.ratio_filters)
             self.draft_probs.append(probs)
             ids[self.ratio] = draw(probs, self._draft_u(slot))
         if self.coupled_filters is not None:
-            probs = probabilities(logits[self.coupled], self.coupled_filters)
+            probs = probabilities(self._own(logits, self.coupled), self.coupled_filters)
             ids[self.coupled] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
         return ids
+
+    def _own(self, rows: Tensor, places: list[int]) -> Tensor:
+        """The rows of one kind of request; no copy if all are of that kind."""
+        return rows if len(places) == len(self.sources) else rows[places]
 
     def verify(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Verified:
         """What stands of each block, by each request's own rule.
@@ -109,14 +109,14 @@ class Round:
         kinds = [
             (index, rule)
             for index, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))
-            if len(index)
+            if index
         ]
         if len(kinds) == 1:  # all alike: no copy of their rows
             return kinds[0][1](logits, draft_ids, start, lens)
         accepted, following = torch.zeros_like(lens), torch.zeros_like(lens)
         owner = row_owner(lens)
         for index, rule in kinds:
-            rows = torch.isin(owner, index).nonzero().squeeze(-1)
+            rows = torch.isin(owner, self._tensor(index)).nonzero().squeeze(-1)
             own_start = (lens[index] + 1).cumsum(0) - (lens[index] + 1)
             accepted[index], following[index] = rule(logits[rows], draft_ids[index], own_start, lens[index])
         return Verified(accepted, following)

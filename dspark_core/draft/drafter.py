@@ -65,10 +65,10 @@ class Drafter:
             if head is not None:
                 embedded = head.embed(previous)
                 latent, state = head.step(embedded, hidden[:, slot], state)
-                logits = logits + head.bias(latent)
+                logits = head.bias(latent).float().add_(logits)
                 embeddings.append(embedded)
             # A draft that computed NaN is a bad draft, not an error: its token is drawn from something finite.
-            previous = choose(slot, torch.nan_to_num(logits), draft_ids)
+            previous = choose(slot, logits.nan_to_num_(), draft_ids)
             draft_ids = torch.cat((draft_ids, previous.unsqueeze(-1)), -1)
         confidence = None
         if model.confidence_head is not None:
