@@ -2,7 +2,9 @@
 
     python -m benchmarks.single_stream [--max-tokens 64] [--cpu-weights exact] [--force]
 
-Plain decoding is the same engine with `speculative: false`: no draft runs and no layer is tapped.
+Plain decoding is the same engine with `speculative: false`: no draft runs and no layer is tapped. The break-even length
+is the acceptance length at which a round yields as many tokens a second as plain decoding. Last, the same draft runs
+with its proposals replaced by a script, right just often enough for an acceptance length of 2.2.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import (
@@ -21,9 +24,10 @@ from benchmarks.common import (
     read_bandwidth,
     require_quiet_machine,
 )
+from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine
-from server.request import RequestParams
+from server.request import Request, RequestParams
 
 
 @dataclass
@@ -44,7 +48,36 @@ class Tally:
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
 
 
-def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> None:
+class ScriptedDrafter(Drafter):
+    """Costs what the real draft costs, and proposes the right tokens for as many slots as the script says.
+
+    Args:
+        accepted: right slots of one round after another, over and over.
+    """
+
+    def __init__(self, real: Drafter, accepted: Sequence[int]) -> None:
+        super().__init__(real.model, real.pool)
+        self.accepted, self.rounds, self.answer = accepted, 0, list[int]()
+
+    def draft(self, blocks: Sequence[DraftBlock], choose: Choose) -> Drafts:
+        drafts = super().draft(blocks, choose)
+        start = self.answer_position(blocks[0])
+        right = self.accepted[self.rounds % len(self.accepted)]
+        self.rounds += 1
+        for slot, token in enumerate(self.answer[start : start + drafts.draft_ids.shape[1]]):
+            drafts.draft_ids[0, slot] = token if slot < right else (token + 1) % 1000
+        return drafts
+
+    def begin(self, prompt_length: int, answer: list[int]) -> None:
+        """The next request has a prompt of so many tokens, and this is what plain decoding answers."""
+        self.prompt_length, self.answer = prompt_length, answer
+
+    def answer_position(self, block: DraftBlock) -> int:
+        """Which token of the answer slot 0 proposes."""
+        return block.position + 1 - self.prompt_length
+
+
+def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> Request:
     """Generate one answer alone; the prompt's own step is not counted."""
     request = engine.make_request(chat_ids(engine.tokenizer, prompt), params)
     engine.add(request)
@@ -57,6 +90,23 @@ def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> Non
     tally.tokens += request.num_generated - 1
     tally.rounds += request.speculation.rounds
     tally.accepted += request.speculation.accepted
+    return request
+
+
+def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
+    """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2."""
+    assert engine.drafter is not None
+    plain, scripted = Tally(), Tally()
+    real, script = engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
+    for item in load_prompts():
+        greedy = {"sampling": SamplingParams(temperature=0), "max_tokens": max_tokens}
+        answered = run(engine, item["prompt"], RequestParams(**greedy, speculative=False), plain)
+        script.begin(len(answered.prompt_ids), answered.tokens[len(answered.prompt_ids) :])
+        engine.drafter = script
+        again = run(engine, item["prompt"], RequestParams(**greedy), scripted)
+        engine.drafter = real
+        assert again.tokens == answered.tokens, "speculation changed a text"
+    return _row(scripted, plain)
 
 
 def measure(engine: Engine, temperature: float, max_tokens: int) -> dict[str, dict[str, float]]:
@@ -80,6 +130,7 @@ def _row(speculative: Tally, plain: Tally) -> dict[str, float]:
         "plain_tokens_per_s": round(plain.tokens_per_second, 2),
         "tokens_per_s": round(speculative.tokens_per_second, 2),
         "ratio": round(speculative.tokens_per_second / plain.tokens_per_second, 3),
+        "break_even_length": round(speculative.seconds / speculative.rounds * plain.tokens_per_second, 3),
     }
 
 
@@ -98,11 +149,12 @@ def main() -> None:
     print(f"plain decoding cannot exceed {ceiling:.1f} tokens/s")
     run(engine, "Warm up.", RequestParams(sampling=SamplingParams(temperature=0), max_tokens=8), Tally())
     results = {f"temperature {t:g}": measure(engine, t, args.max_tokens) for t in (0.0, 1.0)}
+    results["scripted, temperature 0"] = {"mean": measure_scripted(engine, args.max_tokens)}
     for name, rows in results.items():
-        print(f"\n{name:16}{'acceptance length':>20}{'plain tokens/s':>18}{'dspark tokens/s':>18}{'ratio':>8}")
+        print(f"\n{name:24}{'length':>8}{'break-even':>12}{'plain tokens/s':>16}{'dspark tokens/s':>17}{'ratio':>7}")
         for domain, row in rows.items():
-            print(f"{domain:16}{row['acceptance_length']:20.2f}{row['plain_tokens_per_s']:18.1f}", end="")
-            print(f"{row['tokens_per_s']:18.1f}{row['ratio']:8.2f}")
+            print(f"{domain:24}{row['acceptance_length']:8.2f}{row['break_even_length']:12.2f}", end="")
+            print(f"{row['plain_tokens_per_s']:16.1f}{row['tokens_per_s']:17.1f}{row['ratio']:7.2f}")
     print(
         json.dumps(
             {

@@ -33,6 +33,10 @@ WEIGHTS: dict[CpuWeights, str] = {
 }
 
 
+# Tokens of a pass. More would make prompts no faster on a CPU, and keep the streams of others waiting longer.
+BATCHED_TOKENS = {True: 128, False: 2048}
+
+
 def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     """Load target and draft and build the engine.
 
@@ -73,7 +77,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
         vocab_size=emit_vocab,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS[device.type == "cpu"],
         prefix_cache=config.prefix_cache,
         seed=config.seed,
     )

@@ -20,7 +20,7 @@ def complaint(**values: Any) -> tuple[str, str]:
 def test_the_defaults_serve_the_demo_on_loopback_only() -> None:
     config = ServerConfig()
     assert (config.ckpt, config.target, config.host, config.port) == ("demo", None, "127.0.0.1", 8000)
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.page_size) == (16, 512, 64)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.page_size) == (16, None, 64)
 
 
 def test_settings_cannot_change_after_the_start() -> None:
