@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from dspark_core.errors import CheckpointError
 
@@ -24,3 +28,9 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of host values on a device, without waiting for what the device is doing."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

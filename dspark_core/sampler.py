@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from dspark_core.devices import tensor_on
 from dspark_core.randomness import Purpose, gumbel, uniform
 from dspark_core.sampling import Filters, SamplingParams, argmax, draw, probabilities
 from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
@@ -62,7 +65,7 @@ class Round:
         self.noise: list[Tensor] = []  # per slot [len(coupled), V]
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return tensor_on(self.device, values)
 
     def _columns(self, places: list[int], *names: str) -> list[Tensor]:
         return [self._tensor([getattr(self.sources[i], name) for i in places]) for name in names]
@@ -81,19 +84,22 @@ class Round:
             return argmax(logits)
         ids = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
         if self.greedy:
-            ids[self.greedy] = argmax(logits[self.greedy])
+            ids[self._index(self.greedy)] = argmax(self._own(logits, self.greedy))
         if self.ratio_filters is not None:
             probs = probabilities(self._own(logits, self.ratio), self.ratio_filters)
             self.draft_probs.append(probs)
-            ids[self.ratio] = draw(probs, self._draft_u(slot))
+            ids[self._index(self.ratio)] = draw(probs, self._draft_u(slot))
         if self.coupled_filters is not None:
             probs = probabilities(self._own(logits, self.coupled), self.coupled_filters)
-            ids[self.coupled] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
+            ids[self._index(self.coupled)] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
         return ids
 
     def _own(self, rows: Tensor, places: list[int]) -> Tensor:
         """The rows of one kind of request; no copy if all are of that kind."""
-        return rows if len(places) == len(self.sources) else rows[places]
+        return rows if len(places) == len(self.sources) else rows[self._index(places)]
+
+    def _index(self, places: list[int]) -> Tensor | slice:
+        return slice(None) if len(places) == len(self.sources) else self._tensor(places)
 
     def verify(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Verified:
         """What stands of each block, by each request's own rule.
@@ -103,49 +109,45 @@ class Round:
             draft_ids: [R, K].
             verify_lens: [R] admitted draft tokens.
         """
-        lens = self._tensor(list(verify_lens))
-        start = (lens + 1).cumsum(0) - (lens + 1)
         logits = self._penalise_target(logits, draft_ids, verify_lens)
         kinds = [
-            (index, rule)
-            for index, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))
-            if index
+            (places, rule)
+            for places, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))
+            if places
         ]
         if len(kinds) == 1:  # all alike: no copy of their rows
-            return kinds[0][1](logits, draft_ids, start, lens)
-        accepted, following = torch.zeros_like(lens), torch.zeros_like(lens)
-        owner = row_owner(lens)
-        for index, rule in kinds:
-            rows = torch.isin(owner, self._tensor(index)).nonzero().squeeze(-1)
-            own_start = (lens[index] + 1).cumsum(0) - (lens[index] + 1)
-            accepted[index], following[index] = rule(logits[rows], draft_ids[index], own_start, lens[index])
+            return kinds[0][1](logits, draft_ids, Rows(verify_lens, self.device))
+        accepted, following = (torch.empty(len(verify_lens), dtype=torch.int64, device=self.device) for _ in range(2))
+        first_row = [0, *accumulate(length + 1 for length in verify_lens)]
+        for places, rule in kinds:
+            rows = self._tensor([row for i in places for row in range(first_row[i], first_row[i + 1])])
+            index, own = self._tensor(places), Rows([verify_lens[i] for i in places], self.device)
+            accepted[index], following[index] = rule(logits[rows], draft_ids[index], own)
         return Verified(accepted, following)
 
-    def _greedy(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
-        return verify_choices(greedy_choices(logits), draft_ids, start, lens)
+    def _greedy(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
+        return verify_choices(greedy_choices(logits), draft_ids, rows.start, rows.lens)
 
-    def _ratio(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+    def _ratio(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.ratio_filters is not None
         keys, rounds = self.ratio_keys, self.ratio_rounds
         slots = torch.arange(draft_ids.shape[1], device=self.device)
         return verify_ratio(
-            probabilities(logits, self.ratio_filters.rows(row_owner(lens))),
+            probabilities(logits, self.ratio_filters.rows(rows.owner)),
             draft_ids,
             self.draft_probs,
-            start,
-            lens,
+            rows.start,
+            rows.lens,
             accept_u=uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(Purpose.ACCEPT), slots),
             residual_u=uniform(keys, rounds, int(Purpose.RESIDUAL), 0),
         )
 
-    def _coupled(self, logits: Tensor, draft_ids: Tensor, start: Tensor, lens: Tensor) -> Verified:
+    def _coupled(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.coupled_filters is not None
         vocab = logits.shape[-1]
-        noise = torch.stack([self._noise(slot, vocab) for slot in range(int(lens.max()) + 1)], 1)
-        owner = row_owner(lens)
-        slot = torch.arange(len(owner), device=self.device) - start[owner]
-        choices = coupled_choices(probabilities(logits, self.coupled_filters.rows(owner)), noise[owner, slot])
-        return verify_choices(choices, draft_ids, start, lens)
+        noise = torch.stack([self._noise(slot, vocab) for slot in range(rows.longest + 1)], 1)
+        probs = probabilities(logits, self.coupled_filters.rows(rows.owner))
+        return verify_choices(coupled_choices(probs, noise[rows.owner, rows.slot]), draft_ids, rows.start, rows.lens)
 
     def _draft_u(self, slot: int) -> Tensor:
         """[len(ratio)] uniform numbers of a slot; made for many slots at once, since each call costs as much."""
@@ -183,9 +185,32 @@ class Round:
         return logits
 
 
-def row_owner(lens: Tensor) -> Tensor:
-    """[sum(l + 1)]: which request each flat row belongs to."""
-    return torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens + 1)
+class Rows:
+    """Which flat row of the target belongs to which request: l + 1 rows each, one after the other.
+
+    Attributes:
+        lens, start: [R] admitted drafts and first row of each request.
+        owner, slot: [sum(l + 1)] request and place in its block of each row.
+        longest: the largest l.
+    """
+
+    def __init__(self, verify_lens: Sequence[int], device: torch.device) -> None:
+        counts = [length + 1 for length in verify_lens]
+        self.longest = max(verify_lens)
+        self.lens, self.start = tensor_on(device, [verify_lens, [0, *accumulate(counts)][:-1]])
+        self._pairs = [(owner, slot) for owner, count in enumerate(counts) for slot in range(count)]
+
+    @cached_property
+    def _of_rows(self) -> Tensor:
+        return tensor_on(self.lens.device, self._pairs)
+
+    @property
+    def owner(self) -> Tensor:
+        return self._of_rows[:, 0]
+
+    @property
+    def slot(self) -> Tensor:
+        return self._of_rows[:, 1]
 
 
 class Penalties:
@@ -198,8 +223,8 @@ class Penalties:
 
     def __init__(self, source: RowSource, device: torch.device) -> None:
         self.params = source.params
-        self.prompt = torch.tensor(list(source.prompt_ids), dtype=torch.int64, device=device)
-        self.output = torch.tensor(list(source.output_ids), dtype=torch.int64, device=device)
+        self.prompt = tensor_on(device, list(source.prompt_ids))
+        self.output = tensor_on(device, list(source.output_ids))
         self._counts: tuple[Tensor, Tensor] | None = None
 
     def apply(self, logits: Tensor, block_ids: Tensor, *, first: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_core.devices import tensor_on
 from dspark_core.errors import RequestError
 from dspark_core.kernels import have_kernels
 
@@ -91,7 +92,7 @@ class Filters:
         """Rows of non-greedy requests."""
 
         def column(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=device)
+            return None if all(v == off for v in values) else tensor_on(device, values, dtype)
 
         return cls(
             column([p.temperature for p in params], 1.0),

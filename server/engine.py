@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
+from dspark_core.devices import tensor_on
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.errors import RequestError
 from dspark_core.models.attention import Segment
@@ -18,7 +19,7 @@ from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
 from server.kv import KVMemory
-from server.layout import Layout, lay_out
+from server.layout import Layout, lay_out, read_back
 from server.logprobs import token_logprobs
 from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
@@ -167,23 +168,18 @@ class Engine:
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round, plain_round = self._round(drafting), self._round(plain)
         draft_ids, verify_lens = self._draft(drafting, draft_round)
-        admitted = [ids[:length] for ids, length in zip(draft_ids.tolist(), verify_lens, strict=True)]
-        layout = lay_out(work, admitted, self.pool.page_size, self.target.device)
+        layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
+        parts = [output.logits.amax(-1).isfinite().long(), draft_ids.flatten()]
         rows = sum(verify_lens) + len(verify_lens)
-        emitted = []
         if drafting:
-            verified = draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
-            emitted = [
-                [*ids[:count], token]
-                for ids, count, token in zip(admitted, *(part.tolist() for part in verified), strict=True)
-            ]
+            parts += draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
         if plain:
             nothing = draft_ids.new_empty(len(plain), 0)
-            chosen = plain_round.verify(output.logits[rows:], nothing, [0] * len(plain))
-            emitted += [[token] for token in chosen.next_ids.tolist()]
-        outcomes = self._deliver(work, admitted, emitted, output.logits)
+            parts.append(plain_round.verify(output.logits[rows:], nothing, [0] * len(plain)).next_ids)
+        finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
+        outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
         self._commit(work, layout, emitted, output.features)
         return outcomes
 
@@ -202,14 +198,18 @@ class Engine:
         return drafts.draft_ids, [item.num_slots for item in items]
 
     def _deliver(
-        self, work: Sequence[Work], admitted: list[list[int]], emitted: list[list[int]], logits: Tensor
+        self,
+        work: Sequence[Work],
+        verify_lens: list[int],
+        finite: list[int],
+        emitted: list[list[int]],
+        logits: Tensor,
     ) -> list[Outcome]:
         """Give each deciding request its tokens; one whose scores are not finite ends with an error."""
-        finite = logits.amax(-1).isfinite().tolist()
         outcomes: list[Outcome] = []
         row = 0
         for index, tokens in enumerate(emitted):
-            item, verified = work[index], len(admitted[index]) if index < len(admitted) else 0
+            item, verified = work[index], verify_lens[index] if index < len(verify_lens) else 0
             rows = slice(row, row + verified + 1)
             row = rows.stop
             if not all(finite[rows]):
@@ -245,7 +245,7 @@ class Engine:
             if keeps:
                 context_rows += range(layout.starts[index], layout.starts[index] + size)
         if self.drafter and features is not None and context_rows:
-            rows = torch.tensor(context_rows, device=features.device)
+            rows = tensor_on(features.device, context_rows)
             self.drafter.absorb(features[rows], layout.batch.positions[rows], layout.batch.slots[rows])
         for item in work:
             if item.request.finished:

@@ -1,4 +1,4 @@
-"""Where the host's decisions become tensors: one flat batch from the work of a step."""
+"""Where the host's decisions become tensors, one flat batch from the work of a step, and results become lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark_core.devices import tensor_on
 from dspark_core.models.attention import Segment
 from dspark_core.models.decoder import FlatBatch
 from server.scheduler import Work
@@ -28,25 +29,57 @@ class Layout:
     logit_rows: Tensor
 
 
-def lay_out(work: Sequence[Work], draft_ids: Sequence[Sequence[int]], page_size: int, device: torch.device) -> Layout:
-    """Flatten `work`; `draft_ids` holds the admitted drafts of its first items."""
+def lay_out(
+    work: Sequence[Work], draft_ids: Tensor, verify_lens: Sequence[int], page_size: int, device: torch.device
+) -> Layout:
+    """Flatten `work`; the first items verify `verify_lens` of their drafts, rows of `draft_ids` [R, K].
+
+    The drafts go from the device to the device: the host need not know them yet.
+    """
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     segments: list[Segment] = []
     logit_rows: list[int] = []
+    drafted: list[tuple[int, int, int]] = []  # flat row, request, slot
     for index, item in enumerate(work):
         table = item.request.table
-        drafts = draft_ids[index] if index < len(draft_ids) else ()
-        tokens = [*item.request.tokens[table.kv_len : table.kv_len + item.num_tokens], *drafts]
-        segments.append(Segment(len(ids), len(tokens), table.kv_len, table.pages))
+        num_drafts = verify_lens[index] if index < len(verify_lens) else 0
+        start, end = len(ids), len(ids) + item.num_tokens + num_drafts
+        segments.append(Segment(start, end - start, table.kv_len, table.pages))
         if item.decides:
-            logit_rows += range(len(ids) + item.num_tokens - 1, len(ids) + len(tokens))
-        span = range(table.kv_len, table.kv_len + len(tokens))
-        ids += tokens
+            logit_rows += range(start + item.num_tokens - 1, end)
+        drafted += [(start + item.num_tokens + slot, index, slot) for slot in range(num_drafts)]
+        span = range(table.kv_len, table.kv_len + end - start)
+        ids += [*item.request.tokens[table.kv_len : table.kv_len + item.num_tokens], *[0] * num_drafts]
         positions += span
         slots += [table.pages[p // page_size] * page_size + p % page_size for p in span]
-    token_ids, places, targets = (torch.tensor(values, device=device) for values in (ids, positions, slots))
+    token_ids, places, targets = tensor_on(device, [ids, positions, slots])
+    if drafted:
+        rows, requests, block_slots = tensor_on(device, list(zip(*drafted, strict=True)))
+        token_ids[rows] = draft_ids[requests, block_slots]
     starts = [segment.start for segment in segments]
-    rows = torch.tensor(logit_rows, dtype=torch.int64, device=device)
-    return Layout(FlatBatch(token_ids, places, targets, segments), starts, rows)
+    return Layout(FlatBatch(token_ids, places, targets, segments), starts, tensor_on(device, logit_rows))
+
+
+def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[list[int], list[list[int]]]:
+    """The step's one copy from the device, and its only wait for it.
+
+    Args:
+        parts: int64: whether each row of scores is finite; drafts of `drafted` requests; how many of each stand, and
+            the token after them; the tokens of `plain` requests.
+
+    Returns:
+        The first part, and the tokens that each request gets.
+    """
+    values = torch.cat([*parts]).tolist()
+    first = parts[0].shape[0]
+    emitted = []
+    if drafted:
+        slots = parts[1].shape[0] // drafted
+        counts = values[first + slots * drafted :]
+        for index in range(drafted):
+            start, accepted, following = first + index * slots, counts[index], counts[drafted + index]
+            emitted.append([*values[start : start + accepted], following])
+    emitted += [[token] for token in values[len(values) - plain :]]
+    return values[:first], emitted

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark_core.devices import tensor_on
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.models.attention import Segment
 from dspark_core.models.kv_cache import KVPool
@@ -56,7 +57,7 @@ class Drafter:
         hidden = self._hidden(blocks)
         model, head = self.model, self.model.markov_head
         base_logits = model.lm_head(hidden.flatten(0, 1)).float().unflatten(0, hidden.shape[:2])
-        previous = torch.tensor([b.anchor_id for b in blocks], device=model.device)
+        previous = tensor_on(model.device, [b.anchor_id for b in blocks])
         state = head.start(len(blocks)) if head is not None else None
         draft_ids = previous.new_empty(len(blocks), 0)
         embeddings = []
@@ -88,7 +89,7 @@ class Drafter:
             ids += [block.anchor_id, *[model.config.mask_token_id] * (len(span) - 1)]
             positions += span
             slots += [block.pages[p // size] * size + p % size for p in span]
-        block_ids, places, targets = (torch.tensor(v, device=model.device) for v in (ids, positions, slots))
+        block_ids, places, targets = (tensor_on(model.device, v) for v in (ids, positions, slots))
         flat = model.block_hidden(block_ids, places, targets, segments, self.pool)
         longest = max(block.num_slots for block in blocks)
         if len(ids) == longest * len(blocks):

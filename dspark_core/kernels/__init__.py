@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+# Attention's work is cut into tiles: so many query rows, each with the query heads that share a key-value head.
+TILE_ROWS = 16
+TILE_FIELDS = 5  # first row, rows, limit of the first row, step of the limit from row to row, place of the page table
+
 logger = logging.getLogger(__name__)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from dspark_core.kernels import TILE_FIELDS, TILE_ROWS
 from dspark_core.kernels.launch import Kernel
 from dspark_core.kernels.pointwise import layer_address
 from dspark_core.kernels.simd import (
@@ -27,9 +28,6 @@ from dspark_core.kernels.simd import (
     take,
 )
 from dspark_core.kernels.tile import FLOAT32, MAX_ROWS, multiply_tile
-
-TILE_ROWS = 16  # query rows of a tile; each brings the query heads that share a key-value head
-TILE_FIELDS = 5  # row, rows, limit of the first row, step of the limit from row to row, place of the page table
 
 
 @njit(error_model="numpy")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark_core.kernels import TILE_ROWS
 from dspark_core.models.kv_cache import KVPool
 
 
@@ -67,3 +68,20 @@ def _pages_and_mask(segment: Segment, pool: KVPool) -> tuple[Tensor, Tensor]:
     limits = segment.limit + torch.arange(segment.count, device=device) * int(segment.causal)
     visible = torch.arange(used * pool.page_size, device=device) <= limits.unsqueeze(-1)
     return torch.tensor([*segment.pages[:used]], device=device), visible
+
+
+def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[Tensor, Tensor]:
+    """Work list of the attention kernels, and the page tables that it names.
+
+    Returns:
+        tiles [T, TILE_FIELDS] int64, and the page tables one after the other, int64.
+    """
+    tiles: list[tuple[int, int, int, int, int]] = []
+    pages: list[int] = []
+    for segment in segments:
+        step, table = int(segment.causal), len(pages)
+        for first in range(0, segment.count, TILE_ROWS):
+            size = min(TILE_ROWS, segment.count - first)
+            tiles.append((segment.start + first, size, segment.limit + step * first, step, table))
+        pages += segment.pages[: segment.last_limit // page_size + 1]
+    return torch.tensor(tiles), torch.tensor(pages)

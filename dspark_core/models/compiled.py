@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.kernels.attention import ATTEND, TILE_ROWS
+from dspark_core.kernels.attention import ATTEND
 from dspark_core.kernels.launch import Program
 from dspark_core.kernels.matmul import MATMUL, runs_of
 from dspark_core.kernels.pointwise import COPY_COLUMNS, RMS_NORM, ROTATE_AND_STORE, SILU_MUL, row_tasks
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import Segment, tiles_of
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer
 from dspark_core.models.linear import pack_linear
@@ -192,16 +192,3 @@ def _add_product(program: Program, linear: PackedLinear, x: str, out: str, *, re
         MATMUL[panels.kind], runs_of(panels), x, stride, panels.address, bias, residual, out, "rows", panels.inputs,
         panels.outputs,
     )  # fmt: skip
-
-
-def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[Tensor, Tensor]:
-    """Attention's work list [T, TILE_FIELDS] int64, and the page tables one after the other."""
-    tiles: list[tuple[int, int, int, int, int]] = []
-    pages: list[int] = []
-    for segment in segments:
-        step, table = int(segment.causal), len(pages)
-        for first in range(0, segment.count, TILE_ROWS):
-            size = min(TILE_ROWS, segment.count - first)
-            tiles.append((segment.start + first, size, segment.limit + step * first, step, table))
-        pages += segment.pages[: segment.last_limit // page_size + 1]
-    return torch.tensor(tiles), torch.tensor(pages)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.config import DecoderConfig
+from dspark_core.devices import tensor_on
 
 ALIGNMENT = 64  # bytes
 PAGE_SIZES = (16, 32, 64, 128)  # whole vectors of keys
@@ -74,7 +75,7 @@ class KVPool:
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them."""
-        index = torch.tensor(pages, device=self.keys.device)
+        index = tensor_on(self.keys.device, pages)
         self.keys[:, index] = 0
         self.values[:, index] = 0
 

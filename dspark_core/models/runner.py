@@ -1,7 +1,7 @@
-"""Running the layers of a prepared model over a flat batch and paged memory: one interface, two ways.
+"""Running the layers of a prepared model over a flat batch and paged memory: one interface, three ways.
 
-`EagerLayers` is the readable one, in torch operators, for every device and dtype. `compiled.CompiledLayers` is the fast
-one for float32 on a CPU. Both are tested against each other.
+`eager.EagerLayers` is the readable one, in torch operators, for every device and dtype; `compiled.CompiledLayers` the
+fast one for float32 on a CPU; `graphed.GraphedLayers` the one for CUDA. All are tested against each other.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.models.attention import PagedAttend, Segment
+from dspark_core.models.attention import Segment
+from dspark_core.models.eager import EagerLayers
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer
 from dspark_core.models.linear import can_pack, pack_linear
@@ -43,6 +43,8 @@ class LayerRunner(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs [N, D] of the last layer, and of the tapped ones side by side [N, m * D]; writes keys and values.
 
+        Both may lie in memory that the next call of the same runner uses again.
+
         Args:
             x: [N, D] inputs of the first layer, which may be overwritten.
             positions, slots: [N] int64, places in the text and in the pool.
@@ -54,39 +56,6 @@ class LayerRunner(Protocol):
     def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
         """Write keys and values of injected rows [N, D] for every layer (DFlash); nothing attends."""
         ...
-
-
-class EagerLayers:
-    """Decoder layers as they stand, attention by the reference."""
-
-    exact = False
-
-    def __init__(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
-        self.layers, self.rotary = list(layers), rotary
-        kind = str(layers[0].self_attn.o_proj.weight.dtype).removeprefix("torch.")
-        self.weight_bytes = {kind: sum(p.nbytes for layer in layers for p in layer.parameters())}
-
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        pool: KVPool,
-        tap: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        attend, rotary = PagedAttend(segments, pool, slots), self.rotary.at(positions, x.dtype)
-        tapped = {-1: x} if -1 in tap else {}
-        for number, layer in enumerate(self.layers):
-            x = layer(x, rotary, attend)
-            if number in tap:
-                tapped[number] = x
-        return x, torch.cat([tapped[i] for i in tap], -1) if tap else None
-
-    def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
-        rotary = self.rotary.at(positions, x.dtype)
-        for number, layer in enumerate(self.layers):
-            pool.write(number, slots, *layer.self_attn.context(x, rotary))
 
 
 def make_runner(
@@ -105,6 +74,10 @@ def make_runner(
     if not can_pack(weight.device, weight.dtype):
         if weights not in ("exact", "float32"):
             pack_linear(own[0].self_attn.o_proj, weights=weights)  # says why not
+        if weight.device.type == "cuda":
+            from dspark_core.models.graphed import GraphedLayers  # needs Triton
+
+            return GraphedLayers(EagerLayers(own, rotary))
         return EagerLayers(own, rotary)
     from dspark_core.models.compiled import CompiledLayers  # needs Numba
 

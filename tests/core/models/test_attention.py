@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dspark_core.kernels.attention import ATTEND
-from dspark_core.models.attention import PagedAttend, Segment
-from dspark_core.models.compiled import tiles_of
+from dspark_core.models.attention import PagedAttend, Segment, tiles_of
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
+from dspark_core.models.triton_attention import attend as triton_attend
 
 HEADS, DIM = 6, 16
 Path = Callable[..., Tensor]
@@ -20,7 +20,12 @@ TOLERANCE = 1e-5  # float32 sums of up to 600 weighted values of size 1
 
 
 def random_pool(
-    num_pages: int, page_size: int = 16, kv_heads: int = 2, num_layers: int = 1, head_dim: int = DIM
+    num_pages: int,
+    page_size: int = 16,
+    kv_heads: int = 2,
+    num_layers: int = 1,
+    head_dim: int = DIM,
+    dtype: torch.dtype = torch.float32,
 ) -> KVPool:
     pool = KVPool(
         num_layers=num_layers,
@@ -28,7 +33,7 @@ def random_pool(
         page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     pool.keys.normal_()
@@ -55,6 +60,11 @@ def readable(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: 
     return PagedAttend(segments, pool, torch.empty(0)).attend(layer, queries)
 
 
+def interpreted(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: int = 0) -> Tensor:
+    """By the CUDA kernel, which Triton interprets."""
+    return triton_attend(queries, pool, layer, *tiles_of(segments, pool.page_size))
+
+
 def reference(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: int = 0) -> Tensor:
     """One softmax for each row and head, in float64."""
     out = torch.empty(queries.shape, dtype=torch.float64)
@@ -73,11 +83,14 @@ def reference(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer:
     return out
 
 
+PATHS = [attend, readable, interpreted]
+
+
 def largest(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-@pytest.mark.parametrize("path", [attend, readable])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_random_mixes_equal_the_reference(page_size: int, kv_heads: int, path: Path) -> None:
@@ -111,7 +124,7 @@ def test_each_layer_attends_over_its_own_keys() -> None:
     pool, queries = random_pool(2, num_layers=3), torch.randn(4, HEADS, DIM)
     segments = [Segment(0, 4, 11, [1])]
     for layer in range(3):
-        for path in (attend, readable):
+        for path in PATHS:
             found = path(segments, queries, pool, layer)
             assert largest(found, reference(segments, queries, pool, layer)) < TOLERANCE
 
@@ -120,8 +133,17 @@ def test_each_layer_attends_over_its_own_keys() -> None:
 def test_heads_of_any_width(dim: int) -> None:
     pool = random_pool(12, head_dim=dim)
     queries, segments = torch.randn(9, HEADS, dim), [Segment(0, 9, 100, [3, 1, 2, 7, 0, 11, 4])]
-    for path in (attend, readable):
+    for path in PATHS:
         assert largest(path(segments, queries, pool), reference(segments, queries, pool)) < TOLERANCE
+
+
+def test_the_cuda_kernel_in_16_bits() -> None:
+    """In float16, for Triton's interpreter gets products of bfloat16 wrong."""
+    pool, queries = random_pool(12, dtype=torch.float16), torch.randn(20, HEADS, DIM).half()
+    segments = [Segment(0, 3, 100, [3, 1, 2, 7, 0, 11, 4]), Segment(3, 17, 20, [5, 6, 8])]
+    found, expected = interpreted(segments, queries, pool), reference(segments, queries, pool)
+    assert found.dtype == torch.float16
+    assert largest(found, expected) < 2e-3
 
 
 def test_scores_of_any_size() -> None:
@@ -200,6 +222,7 @@ def test_rows_behind_a_request_in_its_own_page_are_not_seen() -> None:
     pool.keys[:, 1, :, :, 5:] = torch.nan
     pool.values[:, 1, :, 5:] = torch.nan
     assert torch.equal(attend(segment, queries, pool), before)
+    assert largest(interpreted(segment, queries, pool), before) < TOLERANCE
     pool.values[:, 1, :, 4] += 1
     assert not torch.equal(attend(segment, queries, pool), before)
 

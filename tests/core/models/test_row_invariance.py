@@ -17,8 +17,8 @@ from dspark_core.kernels import storage
 from dspark_core.models import linear, runner
 from dspark_core.models.compiled import CompiledLayers
 from dspark_core.models.decoder import TargetModel
+from dspark_core.models.eager import EagerLayers
 from dspark_core.models.kv_cache import KVPool
-from dspark_core.models.runner import EagerLayers
 from dspark_core.settings import CpuWeights
 from tests.paged import flat_batch, make_pool
 from tests.tiny import tiny_target_folder
