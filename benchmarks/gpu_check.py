@@ -195,7 +195,7 @@ def step_times(engine: Engine, device: torch.device, context: int, repeats: int)
         drafting = timed(
             lambda blocks=blocks: engine.drafter.draft(blocks, most_likely), device, repeats
         )  # fmt: skip
-        keys = requests * context * (engine.pool.keys[:, 0].nbytes + engine.pool.values[:, 0].nbytes) / PAGE
+        keys = requests * context * (engine.pool.keys[0].nbytes + engine.pool.values[0].nbytes) / PAGE
         rows.append(
             {
                 "requests": requests, "rows": count, "verify_ms": verify, "draft_ms": drafting,

@@ -52,7 +52,9 @@ def main() -> None:
     load = require_quiet_machine(args.force)
     engine = demo_engine(args.cpu_weights)
     for memory in (engine.pool.keys, engine.pool.values):
-        memory[:, : args.context + max(ROWS)].normal_()  # untouched memory would be read from one page of zeros
+        memory[
+            : (args.context + max(ROWS)) // engine.pool.page_size + 1
+        ].normal_()  # untouched memory would be read from one page of zeros
     machine = Machine.measured()
     seconds = measure(engine, args.context, args.repeats)
     rows = {}

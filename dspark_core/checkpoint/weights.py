@@ -67,13 +67,20 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; fetch the real file with git lfs")
     try:
         with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return {name: file.get_tensor(name) for name in names}
+            names = list(file.keys())
+        return {name: _tensor(path, name) for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size
         raise CheckpointError(
             f"{path} ({size} bytes) is not a whole safetensors file, expected one; truncated download? ({error})"
         ) from None
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    """A tensor in a mapping of its own: the pages of weights that are packed and dropped leave memory with them."""
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def assign_weights(

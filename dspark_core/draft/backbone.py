@@ -11,7 +11,7 @@ from dspark_core.config import DraftConfig
 from dspark_core.draft.heads import ConfidenceHead, build_markov_head
 from dspark_core.models.attention import Segment
 from dspark_core.models.kv_cache import KVPool
-from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm
+from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm, empty_embedding
 from dspark_core.models.linear import never_int4, pack_linear
 from dspark_core.models.rope import Rotary
 from dspark_core.models.runner import LayerRunner, make_runner
@@ -29,7 +29,7 @@ class DraftModel(nn.Module):
         super().__init__()
         decoder = config.decoder
         self.config = config
-        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.embed_tokens = empty_embedding(decoder.vocab_size, decoder.hidden_size)
         self.fc: nn.Module = nn.Linear(
             len(config.target_layer_ids) * decoder.hidden_size, decoder.hidden_size, bias=False
         )

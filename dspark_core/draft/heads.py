@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
+from dspark_core.models.layers import empty_embedding
 from dspark_core.models.linear import pack_linear
 from dspark_core.settings import CpuWeights
 
@@ -24,7 +25,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         vocab, rank = config.decoder.vocab_size, config.markov_rank
         self.rank = rank
-        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w1 = empty_embedding(vocab, rank)
         self.markov_w2: nn.Module = nn.Linear(rank, vocab, bias=False)
 
     def start(self, rows: int) -> Tensor | None:

@@ -111,7 +111,7 @@ def _gather_queries(queries, row, rows, stride, first_head, group, dim, scale, l
 def _attend(a):
     queries, stride, out, tiles, tables = a[2], a[3], a[4], integers(a[5]), integers(a[6])
     heads, kv_heads, dim, size, width = a[7], a[8], a[9], a[10], a[11]
-    keys, values = layer_address(a, 12, (kv_heads, dim, size, width))
+    keys, values, page_heads = layer_address(a, 12, (kv_heads, dim, size, width))
     scale = pointer(a[16])[0]
     group = heads // kv_heads
     most = TILE_ROWS * group
@@ -128,7 +128,7 @@ def _attend(a):
         _gather_queries(queries, row, rows, stride, head * group, group, dim, scale, lines)
         sums[:count], weights[:count], tops[:count] = 0, 0, -np.inf
         for number in range(last // size + 1):
-            place = (tables[table + number] * kv_heads + head) * size * 4
+            place = (tables[table + number] * page_heads + head) * size * 4
             used = min(size, last + 1 - number * size)
             _product(
                 lines.ctypes.data, dim * 4, keys + place * dim, size * 4, scores.ctypes.data, size * 4, count, size, dim
@@ -154,5 +154,5 @@ def _attend(a):
 
 # Tasks: tiles x KV heads. Arguments: rows that begin with the queries, bytes from row to row, out [N, H * d], tiles
 # [T, TILE_FIELDS] (int64), page tables one after the other (int64), heads, KV heads, head_dim, page size, width of a
-# value, pool of keys, pool of values, pages, layer, address of the scale of the scores
+# value, pool of keys, pool of values, layers, layer, address of the scale of the scores
 ATTEND = Kernel(_attend)

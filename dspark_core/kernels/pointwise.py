@@ -50,30 +50,33 @@ def _rotate(x, cos, sin, size):
 
 
 @njit(error_model="numpy")
-def _store_head(keys, values, key, value, page, head, offset, shape):
+def _store_head(keys, values, key, value, place, offset, shape):
     """Put a key and a value of one head at `offset` of a page. `shape`: heads, head_dim, page size, value width."""
-    kv_heads, head_dim, page_size, width = shape
-    source, target = pointer(key), pointer(keys + (page * kv_heads + head) * head_dim * page_size * 4)
+    _, head_dim, page_size, width = shape
+    source, target = pointer(key), pointer(keys + place * head_dim * page_size * 4)
     for i in range(head_dim):
         target[i * page_size + offset] = source[i]
     source = pointer(value)
-    target = pointer(values + ((page * kv_heads + head) * page_size + offset) * width * 4)
+    target = pointer(values + (place * page_size + offset) * width * 4)
     for i in range(head_dim):
         target[i] = source[i]
 
 
 @njit(error_model="numpy")
 def layer_address(a, first, shape):
-    """Addresses of one layer's keys and values; from `first` on come both pools, the number of pages and the layer."""
+    """Addresses of one layer's keys and values in page 0, and heads from page to page.
+
+    From argument `first` on come both pools, the number of layers and the layer.
+    """
     kv_heads, head_dim, page_size, width = shape
-    rows = a[first + 3] * a[first + 2] * kv_heads * page_size * 4
-    return a[first] + rows * head_dim, a[first + 1] + rows * width
+    rows = a[first + 3] * kv_heads * page_size * 4
+    return a[first] + rows * head_dim, a[first + 1] + rows * width, a[first + 2] * kv_heads
 
 
 def _rotate_and_store(a):
     x, cos, sin, positions, slots, rows = a[2], a[3], a[4], integers(a[5]), integers(a[6]), a[7]
     heads, shape = a[8], (a[9], a[10], a[11], a[12])
-    keys, values = layer_address(a, 13, shape)
+    keys, values, page_heads = layer_address(a, 13, shape)
     q_weight, k_weight, eps = a[17], a[18], pointer(a[19])[0]
     kv_heads, dim, page_size, _ = shape
     task = take(a)
@@ -89,7 +92,7 @@ def _rotate_and_store(a):
             page, offset = slots[row] // page_size, slots[row] % page_size
             for head in range(kv_heads):
                 key = start + (heads + head) * dim * 4
-                _store_head(keys, values, key, key + kv_heads * dim * 4, page, head, offset, shape)
+                _store_head(keys, values, key, key + kv_heads * dim * 4, page * page_heads + head, offset, shape)
         task = take(a)
 
 
@@ -131,7 +134,7 @@ def _copy_columns(a):
 # Arguments, all int64; addresses are of contiguous float32 arrays unless said otherwise.
 RMS_NORM = Kernel(_rms_norm)  # x, weight, out (may be x), rows, size, address of eps
 # qkv, cosines, signed sines, positions (int64), slots (int64), rows, heads (0: keys and values only), KV heads,
-# head_dim, page size, width of a value, pool of keys, pool of values, pages, layer, query norm or 0, key norm or 0,
+# head_dim, page size, width of a value, pool of keys, pool of values, layers, layer, query norm or 0, key norm or 0,
 # address of eps
 ROTATE_AND_STORE = Kernel(_rotate_and_store)
 SILU_MUL = Kernel(_silu_mul)  # gates and ups side by side, out, rows, size

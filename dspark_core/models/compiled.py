@@ -22,7 +22,7 @@ from dspark_core.models.rope import Rotary
 from dspark_core.settings import CpuWeights
 
 # Where keys and values are kept, as the kernels are told; the layer's number follows.
-POOL = ("page size", "value width", "keys", "values", "pages")
+POOL = ("page size", "value width", "keys", "values", "layers")
 
 
 class _Layer:
@@ -135,7 +135,7 @@ class CompiledLayers:
             "value width": pool.values.shape[-1],
             "keys": pool.keys.data_ptr(),
             "values": pool.values.data_ptr(),
-            "pages": pool.num_pages,
+            "layers": pool.keys.shape[1],
         }
 
     def _program(self, tap: tuple[int, ...]) -> Program:

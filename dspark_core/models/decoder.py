@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dspark_core.config import DecoderConfig
 from dspark_core.models.attention import Segment
 from dspark_core.models.kv_cache import KVPool
-from dspark_core.models.layers import DecoderLayer, RMSNorm
+from dspark_core.models.layers import DecoderLayer, RMSNorm, empty_embedding
 from dspark_core.models.linear import never_int4, pack_linear, stored_as
 from dspark_core.models.rope import Rotary
 from dspark_core.models.runner import LayerRunner, make_runner
@@ -47,7 +47,7 @@ class TargetModel(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = empty_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -19,9 +19,9 @@ class KVPool:
     """Keys and values of every layer of one model, in pages of token positions.
 
     Attributes:
-        keys: [layers, pages, KV, head_dim, page_size]: a row for each dimension, so that a query's scores of many keys
+        keys: [pages, layers, KV, head_dim, page_size]: a row for each dimension, so that a query's scores of many keys
             are made side by side.
-        values: [layers, pages, KV, page_size, head_dim rounded up to a multiple of 16].
+        values: [pages, layers, KV, page_size, head_dim rounded up to a multiple of 16].
 
     A slot is `page * page_size + offset`. Who owns which page is the host's business (server.kv); target and
     draft have a pool each and share page numbers, so one page table serves both.
@@ -43,7 +43,7 @@ class KVPool:
         self.page_size, self.num_pages = page_size, num_pages
         self.head_dim = head_dim
         # Zeroed: what was never written is masked, but 0 * NaN would still be NaN.
-        heads = (num_layers, num_pages, num_kv_heads)
+        heads = (num_pages, num_layers, num_kv_heads)
         self.keys = _zeros((*heads, head_dim, page_size), dtype, device)
         self.values = _zeros((*heads, page_size, _width(head_dim)), dtype, device)
 
@@ -65,19 +65,19 @@ class KVPool:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows `keys`, `values` [N, KV, head_dim] at `slots` [N]."""
         pages, offsets = slots // self.page_size, slots % self.page_size
-        self.keys[layer][pages, :, :, offsets] = keys
-        self.values[layer][pages, :, offsets, : self.head_dim] = values
+        self.keys[:, layer][pages, :, :, offsets] = keys
+        self.values[:, layer][pages, :, offsets, : self.head_dim] = values
 
     def read(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A copy of the keys and values of whole pages [P], each [KV, P * page_size, head_dim]."""
-        keys, values = self.keys[layer][pages], self.values[layer][pages][..., : self.head_dim]
+        keys, values = self.keys[pages, layer], self.values[pages, layer][..., : self.head_dim]
         return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them."""
         index = tensor_on(self.keys.device, pages)
-        self.keys[:, index] = 0
-        self.values[:, index] = 0
+        self.keys[index] = 0
+        self.values[index] = 0
 
 
 def _width(head_dim: int) -> int:

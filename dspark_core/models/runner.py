@@ -69,16 +69,18 @@ def make_runner(
     Raises:
         CheckpointError: this kind of weights cannot be had here.
     """
-    own = cast(list[DecoderLayer], list(layers))
-    weight = own[0].self_attn.o_proj.weight
-    if not can_pack(weight.device, weight.dtype):
+    first = cast(DecoderLayer, layers[0]).self_attn.o_proj
+    device, dtype = first.weight.device, first.weight.dtype
+    if not can_pack(device, dtype):
+        own = cast(list[DecoderLayer], list(layers))
         if weights not in ("exact", "float32"):
-            pack_linear(own[0].self_attn.o_proj, weights=weights)  # says why not
-        if weight.device.type == "cuda":
+            pack_linear(first, weights=weights)  # says why not
+        if device.type == "cuda":
             from dspark_core.models.graphed import GraphedLayers  # needs Triton
 
             return GraphedLayers(EagerLayers(own, rotary))
         return EagerLayers(own, rotary)
     from dspark_core.models.compiled import CompiledLayers  # needs Numba
 
+    del first  # nobody else may hold on to weights that are packed
     return CompiledLayers(layers, config, rotary, weights, with_context=with_context)

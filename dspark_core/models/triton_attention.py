@@ -19,9 +19,12 @@ from dspark_core.models.kv_cache import KVPool
 def _attend(
     queries, keys, values, out, tiles, tables, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    TILE_FIELDS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+    PAGE_HEADS: tl.constexpr, TILE_FIELDS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Queries and out [N, H, d]; keys [pages, KV, d, page], values [pages, KV, page, width] of one layer."""
+    """Queries and out [N, H, d]; keys [.., KV, d, page], values [.., KV, page, width] of one layer.
+
+    PAGE_HEADS: heads from page to page, those of all layers.
+    """
     tile, head = tl.program_id(0) * TILE_FIELDS, tl.program_id(1)
     first, rows, limit = tl.load(tiles + tile), tl.load(tiles + tile + 1), tl.load(tiles + tile + 2)
     step, table = tl.load(tiles + tile + 3), tl.load(tiles + tile + 4)
@@ -38,8 +41,8 @@ def _attend(
     last = limit + step * (rows - 1)
     pages = tl.where(rows > 0, last // PAGE + 1, 0)
     for number in range(pages):
-        block = tl.load(tables + table + number) * KV_HEADS + head
-        k_places = block * DIM * PAGE + column[:, None] * PAGE + offset[None, :]
+        page = tl.load(tables + table + number) * PAGE_HEADS + head
+        k_places = page * DIM * PAGE + column[:, None] * PAGE + offset[None, :]
         k = tl.load(keys + k_places, mask=(column < DIM)[:, None], other=0.0)
         position = number * PAGE + offset
         scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -48,7 +51,7 @@ def _attend(
         p = tl.exp(scores - new_top[:, None])
         rescale = tl.exp(top - new_top)
         weights = weights * rescale + tl.sum(p, 1)
-        v_places = block * PAGE * WIDTH + offset[:, None] * WIDTH + column[None, :]
+        v_places = page * PAGE * WIDTH + offset[:, None] * WIDTH + column[None, :]
         # Keys behind the tile's last row may be anything, NaN too: 0 * NaN would be NaN.
         v = tl.load(values + v_places, mask=(position <= last)[:, None] & (column < DIM)[None, :], other=0.0)
         sums = sums * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -64,13 +67,13 @@ def attend(queries: Tensor, pool: KVPool, layer: int, tiles: Tensor, tables: Ten
         queries: [N, H, head_dim], rotated, contiguous.
         tiles, tables: as `attention.tiles_of` makes them, on the device; a tile of 0 rows does nothing.
     """
-    keys, values = pool.keys[layer], pool.values[layer]
+    keys, values = pool.keys[:, layer], pool.values[:, layer]
     heads, dim = queries.shape[1:]
     _, kv_heads, _, page_size = keys.shape
     out = torch.empty_like(queries)
     lines = triton.next_power_of_2(max(16, TILE_ROWS * (heads // kv_heads)))
     _attend[tiles.shape[0], kv_heads](
         queries, keys, values, out, tiles, tables, dim**-0.5, heads, kv_heads, dim, values.shape[-1], page_size,
-        tiles.shape[1], lines, triton.next_power_of_2(max(16, dim)),
+        pool.keys.shape[1] * kv_heads, tiles.shape[1], lines, triton.next_power_of_2(max(16, dim)),
     )  # fmt: skip
     return out

@@ -86,7 +86,7 @@ def test_rotation_and_storing(heads: int, kv_heads: int, dim: int, norms: bool) 
     queries, keys = rotate(queries, angles), rotate(keys, angles)
     expected.write(1, slots, keys, values)
     flat = qkv.flatten(1).clone()
-    layer = (page_size, pool.values.shape[-1], pool.keys.data_ptr(), pool.values.data_ptr(), 5, 1)
+    layer = (page_size, pool.values.shape[-1], pool.keys.data_ptr(), pool.values.data_ptr(), 2, 1)
     q_norm, k_norm = (weight.data_ptr() for weight in weights) if weights else (0, 0)
     ROTATE_AND_STORE(
         row_tasks(rows), flat.data_ptr(), rotary.cos.data_ptr(), rotary.sin.data_ptr(), positions.data_ptr(),

@@ -50,7 +50,7 @@ def attend(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: in
     ATTEND(
         len(tiles) * kv_heads, rows.data_ptr(), rows.stride(0) * 4, out.data_ptr(), tiles.data_ptr(), tables.data_ptr(),
         HEADS, kv_heads, pool.head_dim, pool.page_size, pool.values.shape[-1], pool.keys.data_ptr(),
-        pool.values.data_ptr(), pool.num_pages, layer, scale.data_ptr(),
+        pool.values.data_ptr(), pool.keys.shape[1], layer, scale.data_ptr(),
     )  # fmt: skip
     return out.view_as(queries)
 
@@ -76,8 +76,8 @@ def reference(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer:
             pages = torch.tensor([segment.pages[p // size] for p in range(last + 1)])
             places = torch.arange(last + 1) % size
             for head in range(HEADS):
-                keys = pool.keys[layer, pages, head // group, :, places].double()
-                values = pool.values[layer, pages, head // group, places, : queries.shape[-1]].double()
+                keys = pool.keys[pages, layer, head // group, :, places].double()
+                values = pool.values[pages, layer, head // group, places, : queries.shape[-1]].double()
                 scores = keys @ queries[segment.start + i, head].double() / queries.shape[-1] ** 0.5
                 out[segment.start + i, head] = torch.softmax(scores, 0) @ values
     return out
@@ -162,7 +162,7 @@ def test_consecutive_and_scattered_pages_give_the_same_bits(length: int) -> None
     scattered = random.Random(length).sample(range(40, 96), 40)
     for here, there in zip(in_a_row, scattered, strict=True):
         for memory in (pool.keys, pool.values):
-            memory[:, there] = memory[:, here]
+            memory[there] = memory[here]
     own = -(-length // 16)
     for count in (1, 5, 30):
         if count > length:
@@ -175,7 +175,7 @@ def test_consecutive_and_scattered_pages_give_the_same_bits(length: int) -> None
 
 def poison(pool: KVPool, pages: Sequence[int]) -> None:
     for memory in (pool.keys, pool.values):
-        memory[:, list(pages)] = torch.nan
+        memory[list(pages)] = torch.nan
 
 
 LENGTHS_WITH_PADDING = [5, 16, 200, 210]  # past 192 keys more pages are read than the request has
@@ -216,23 +216,23 @@ def test_rows_behind_a_request_in_its_own_page_are_not_seen() -> None:
     pool, queries = random_pool(2), torch.randn(1, HEADS, DIM)
     segment = [Segment(0, 1, 4, [1])]
     before = attend(segment, queries, pool)
-    pool.keys[:, 1, :, :, 5:] += 100
-    pool.values[:, 1, :, 5:] += 100
+    pool.keys[1, :, :, :, 5:] += 100
+    pool.values[1, :, :, 5:] += 100
     assert torch.equal(attend(segment, queries, pool), before)
-    pool.keys[:, 1, :, :, 5:] = torch.nan
-    pool.values[:, 1, :, 5:] = torch.nan
+    pool.keys[1, :, :, :, 5:] = torch.nan
+    pool.values[1, :, :, 5:] = torch.nan
     assert torch.equal(attend(segment, queries, pool), before)
     assert largest(interpreted(segment, queries, pool), before) < TOLERANCE
-    pool.values[:, 1, :, 4] += 1
+    pool.values[1, :, :, 4] += 1
     assert not torch.equal(attend(segment, queries, pool), before)
 
 
 def test_pool_gives_back_what_was_written() -> None:
     pool = random_pool(3, num_layers=2)
     keys, values = torch.randn(3, 2, DIM), torch.randn(3, 2, DIM)
-    others = pool.keys[0].clone()
+    others = pool.keys[:, 0].clone()
     pool.write(1, torch.tensor([47, 0, 17]), keys, values)
-    assert torch.equal(pool.keys[0], others), "another layer was written"
+    assert torch.equal(pool.keys[:, 0], others), "another layer was written"
     found_keys, found_values = pool.read(1, torch.tensor([2, 0, 1]))
     assert found_keys.shape == found_values.shape == (2, 48, DIM)
     assert torch.equal(found_keys[:, [15, 16, 33]].transpose(0, 1), keys)
@@ -244,10 +244,10 @@ def test_cleared_pages_are_zero_and_the_others_untouched() -> None:
     poison_all = torch.full_like(pool.keys, torch.nan)
     pool.keys.copy_(poison_all)
     pool.clear([1, 3])
-    assert not pool.keys[:, [1, 3]].any()
-    assert pool.keys[:, [0, 2]].isnan().all()
-    assert not pool.values[:, [1, 3]].any()
-    assert pool.values[:, [0, 2]].all()
+    assert not pool.keys[[1, 3]].any()
+    assert pool.keys[[0, 2]].isnan().all()
+    assert not pool.values[[1, 3]].any()
+    assert pool.values[[0, 2]].all()
 
 
 def test_page_sizes_that_cannot_be_padded_are_refused() -> None:
