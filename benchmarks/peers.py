@@ -83,7 +83,7 @@ def engines(args: argparse.Namespace) -> list[Engine]:
     model = str(resolve_target(DEMO))
     found = [
         Engine(f"dspark {weights} {kind}", sys.executable, ["dspark", model, weights, kind])
-        for weights in ("float32", "float16", "int4")
+        for weights in ("exact", "float32")
         for kind in ("plain", "draft")
     ]
     found.append(Engine("Transformers float32", sys.executable, ["transformers", model]))

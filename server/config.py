@@ -39,6 +39,11 @@ class ServerConfig(Settings):
     draft_len: int | None = setting(
         None, "engine", "tokens drafted per round (K); unset: as many as the draft was trained for", ge=1
     )
+    verify: Literal["auto", "full"] = setting(
+        "auto",
+        "engine",
+        "auto: draft and verify as far as earlier rounds say it pays, or not at all; full: whole blocks",
+    )
     kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
     page_size: int = setting(64, "engine", "token positions in a page of KV")
     prefix_cache: bool = setting(True, "engine", "keep the KV of prompts for later ones that begin alike")

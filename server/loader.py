@@ -21,6 +21,7 @@ from dspark_core.models.kv_cache import KVPool, bytes_per_page
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
+from server.policy import DraftPolicy, profile
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ WEIGHTS: dict[CpuWeights, str] = {
 }
 
 
+VERIFICATION = {
+    "auto": "as far as earlier rounds say it pays",
+    "full": "whole blocks",
+}
 # Tokens of a pass. More would make prompts no faster on a CPU, and keep the streams of others waiting longer.
 BATCHED_TOKENS = {True: 128, False: 2048}
 
@@ -81,8 +86,11 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
         prefix_cache=config.prefix_cache,
         seed=config.seed,
     )
-    parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes, config.cpu_weights))
-    return Engine(parts)
+    parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes, config))
+    engine = Engine(parts)
+    if drafter and config.verify == "auto":
+        engine.scheduler.choose_lens = DraftPolicy(profile(engine)).choose
+    return engine
 
 
 def _named_target(ckpt: str, draft_folder: Path | None) -> str:
@@ -133,16 +141,18 @@ def _max_model_len(asked: int | None, limit: int, capacity: int, budget: int) ->
 
 
 def _info(
-    target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv_bytes: int, cpu_weights: CpuWeights
+    target_folder: Path, draft_folder: Path | None, parts: EngineParts, kv_bytes: int, config: ServerConfig
 ) -> dict[str, str]:
     target, tokens = parts.target, parts.pool.num_pages * parts.pool.page_size
     bitwise = target.runner is not None and target.runner.exact
-    draft = _draft_info(parts.drafter.model, draft_folder) if parts.drafter else {"draft": "none, plain decoding"}
+    draft = {"draft": "none, plain decoding"}
+    if parts.drafter:
+        draft = _draft_info(parts.drafter.model, draft_folder, VERIFICATION[config.verify])
     return {
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
         **draft,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "weights": f"{WEIGHTS[cpu_weights]}, stored as {_sizes(target)}",
+        "weights": f"{WEIGHTS[config.cpu_weights]}, stored as {_sizes(target)}",
         "device": str(target.device),
         "KV capacity": f"{tokens} tokens, {kv_bytes // 2**20} MiB",
         "max_model_len": str(parts.max_model_len),
@@ -155,12 +165,12 @@ def _sizes(target: TargetModel) -> str:
     return ", ".join(f"{kind} ({size / 2**20:.0f} MiB)" for kind, size in target.weight_bytes.items())
 
 
-def _draft_info(draft: DraftModel, draft_folder: Path | None) -> dict[str, str]:
+def _draft_info(draft: DraftModel, draft_folder: Path | None, verification: str) -> dict[str, str]:
     config = draft.config
     confidence = "with a confidence head" if config.enable_confidence_head else "no confidence head"
     return {
         "draft": f"{draft_folder} ({config.decoder.num_layers} layers)",
         "head": f"{config.head_name}, {confidence}",
         "draft_len": str(config.draft_len),
-        "verification": "full block (no calibration yet)",
+        "verification": verification,
     }

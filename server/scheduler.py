@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from server.kv import KVMemory
 from server.prefix_cache import Content
@@ -36,6 +37,9 @@ class RequestScheduler:
         max_num_batched_tokens: tokens of a step, as far as prompts are concerned.
     """
 
+    # Draft slots of requests (second argument: at most so many), from what earlier rounds accepted.
+    choose_lens: Callable[[Sequence[Request], Sequence[int]], list[int]] | None = None  # None: whole blocks
+
     def __init__(self, memory: KVMemory, *, draft_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.memory, self.draft_len = memory, draft_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -57,6 +61,9 @@ class RequestScheduler:
         """Decide the next step. Room for whole blocks is reserved here: what is drafted will be verified."""
         waiting_before = len(self.waiting)
         work = [item for request in list(self.running) if (item := self._decode(request))]
+        if self.choose_lens and work:
+            lens = self.choose_lens([item.request for item in work], [item.num_slots for item in work])
+            work = [replace(item, num_slots=length) for item, length in zip(work, lens, strict=True)]
         preempted = len(self.waiting) > waiting_before
         budget = max(self.max_num_batched_tokens - sum(w.num_tokens + w.num_slots for w in work), MIN_CHUNK)
         prefilling = [request for request in self.running if request.pending > 1]

@@ -91,7 +91,9 @@ def arm_settings(config: CompareConfig, arm: str) -> FitConfig:
 
 def measure_arm(folder: Path, config: CompareConfig, prompts: Sequence[Prompt]) -> dict[float, Measured]:
     """Acceptance through the engine, at every temperature."""
-    engine = load_engine(ServerConfig(ckpt=str(folder), target=config.target, device=config.device, seed=config.seed))
+    engine = load_engine(
+        ServerConfig(ckpt=str(folder), target=config.target, device=config.device, seed=config.seed, verify="full")
+    )
     measured = {}
     for temperature in config.temperatures:
         asked = answer_prompts(

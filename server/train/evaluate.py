@@ -147,6 +147,7 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
             draft_len=config.draft_len,
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
+            verify="full",
         )
     )
     asked = answer_prompts(

@@ -1,0 +1,122 @@
+"""Which requests draft in a step, and how far: what earlier rounds accepted, against what steps cost here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from dspark_core.draft.drafter import DraftBlock
+from dspark_core.models.attention import Segment
+from dspark_core.models.decoder import FlatBatch
+from dspark_core.sampling import argmax
+from dspark_core.schedule import Acceptance, StepCost, choose_draft_lens
+from server.engine import Engine
+from server.request import Request
+
+logger = logging.getLogger(__name__)
+
+START = 0.6  # acceptance that a draft is trusted with before anything is known
+ALL_MEMORY, OWN_MEMORY = 400.0, 30.0  # rounds
+OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
+CONTEXT = 64  # tokens before those of a measured step
+# A request that does not draft tries again now and then, with few slots, or it would never learn of better drafts.
+EXPLORE_EVERY, EXPLORE_SLOTS = 96, 2
+
+
+class DraftPolicy:
+    """Chooses draft lengths. Only earlier rounds enter: no text's distribution depends on it, no seeded text at all.
+
+    Args:
+        cost: of steps, as `profile` measures it.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self._all = Acceptance(cost.draft_len, ALL_MEMORY)
+        self._own: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
+
+    def choose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
+        """Draft slots of requests that decode in this step, at most `limits` (0: does not speculate)."""
+        records = [self._record(request) for request in requests]
+        drafting = [i for i, limit in enumerate(limits) if limit]
+        lens = [0] * len(limits)
+        if not drafting:
+            return lens
+        base = self._all.rates(START, 1.0)
+        survival = np.stack([records[i].acceptance.rates(base, OWN_PRIOR) for i in drafting]).cumprod(-1)
+        chosen = choose_draft_lens(
+            survival, [limits[i] for i in drafting], self.cost, other_tokens=len(limits) - len(drafting)
+        )
+        for i, length in zip(drafting, chosen, strict=True):
+            records[i].skipped = 0 if length else records[i].skipped + 1
+            explores = records[i].skipped >= EXPLORE_EVERY
+            lens[i] = min(EXPLORE_SLOTS, limits[i]) if explores else length
+            if explores:
+                records[i].skipped = 0
+        return lens
+
+    def _record(self, request: Request) -> _Record:
+        """The request's record, with the rounds since it was last looked at."""
+        record = self._own.setdefault(request, _Record(self.cost.draft_len))
+        for decided, accepted in request.decided_and_accepted[record.seen :]:
+            record.acceptance.observe(decided, accepted)
+            self._all.observe(decided, accepted)
+        record.seen = len(request.decided_and_accepted)
+        return record
+
+
+class _Record:
+    def __init__(self, draft_len: int) -> None:
+        self.acceptance, self.seen, self.skipped = Acceptance(draft_len, OWN_MEMORY), 0, 0
+
+
+def profile(engine: Engine, repeats: int = 3) -> StepCost:
+    """Measure steps on made-up tokens, each the best of some. Overwrites KV memory: only before the first request."""
+    assert engine.drafter is not None
+    assert not engine.has_work
+    start, block = time.perf_counter(), engine.draft_len + 1
+    pages = -(-(CONTEXT + block) // engine.pool.page_size)
+    most = max(1, min(engine.scheduler.max_num_seqs, engine.pool.num_pages // pages))
+    counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i < most), most})
+    room = engine.memory.capacity - CONTEXT
+    sizes = sorted(size for size in {*range(1, block + 1), *(count * block for count in counts)} if size <= room)
+    verify = [_best(partial(_verify, engine, size), repeats) for size in sizes]
+    first, whole = (
+        [_best(partial(_draft, engine, count, pages, slots), repeats) for count in counts]
+        for slots in (1, engine.draft_len)
+    )
+    logger.info("step costs measured in %.1f s", time.perf_counter() - start)
+    return StepCost(sizes, verify, counts, first, whole, engine.draft_len)
+
+
+def _best(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some calls; the first, which compiles and allocates, does not count."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@torch.inference_mode()
+def _verify(engine: Engine, size: int) -> None:
+    """The target's pass over `size` tokens, until the host has a result."""
+    pages = list(range(-(-(CONTEXT + size) // engine.pool.page_size)))
+    places = torch.arange(CONTEXT, CONTEXT + size, device=engine.target.device)
+    batch = FlatBatch(torch.ones_like(places), places, places, [Segment(0, size, CONTEXT, pages)])
+    engine.target(batch, engine.pool, tap=engine.taps).logits.amax(-1).tolist()
+
+
+def _draft(engine: Engine, count: int, pages: int, slots: int) -> None:
+    """Drafting some slots for some requests, until the host has the tokens."""
+    assert engine.drafter is not None
+    blocks = [DraftBlock(1, CONTEXT, slots, list(range(i * pages, (i + 1) * pages))) for i in range(count)]
+    engine.drafter.draft(blocks, lambda slot, logits, draft_ids: argmax(logits)).draft_ids.tolist()  # noqa: ARG005

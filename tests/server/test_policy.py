@@ -1,0 +1,115 @@
+"""Draft lengths chosen from earlier rounds: they change the speed and never the text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dspark_core.sampling import SamplingParams
+from dspark_core.schedule import StepCost
+from server.config import ServerConfig
+from server.loader import load_engine
+from server.policy import EXPLORE_EVERY, EXPLORE_SLOTS, DraftPolicy
+from server.request import Request, RequestParams
+from tests.server.drafts import ScriptedDrafter, adversary, oracle
+from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
+from tests.tiny import tiny_draft_folder, tiny_target_folder
+
+COUNT = 40
+SEEDED = SamplingParams(temperature=0.8, seed=5)
+# A whole block costs what two plain steps cost, so that it pays from two accepted drafts on.
+COST = StepCost([1, 5, 40], [1.0, 1.4, 4.9], [1, 8], [0.3, 0.5], [0.6, 1.0], draft_len=4)
+
+
+@cache
+def plain(sampling: SamplingParams, size: int, count: int = COUNT) -> list[int]:
+    engine = make_engine()
+    return run(engine, [(make_prompt(size), RequestParams(sampling, max_tokens=count))])[0].ids
+
+
+def continuation(request: Request) -> list[int]:
+    return plain(request.params.sampling, len(request.prompt_ids), request.max_tokens)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_any_lengths_give_the_same_text(sampling: SamplingParams, kind: str) -> None:
+    source = random.Random(1)
+
+    def anything(requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
+        return [source.randint(0, limit) for limit in limits]
+
+    engine = make_engine(tiny_draft(kind, 4, agrees=kind == "vanilla"))
+    engine.scheduler.choose_lens = anything
+    jobs = [(make_prompt(size), RequestParams(sampling, max_tokens=COUNT)) for size in (1, 17, 64, 130)]
+    for result in run(engine, jobs, arrivals=[0, 2, 3, 5]):
+        assert result.ids == continuation(result.request)
+        assert 0 < result.last.speculation.rounds < COUNT
+
+
+def test_a_draft_that_is_right_is_used_and_one_that_is_wrong_is_left() -> None:
+    rounds = {}
+    for kind in (oracle, adversary):
+        engine = make_engine(kind(4, continuation))
+        engine.scheduler.choose_lens = DraftPolicy(COST).choose
+        (result,) = run(engine, [(make_prompt(17), RequestParams(GREEDY, max_tokens=60))])
+        assert result.ids == plain(GREEDY, 17, 60)
+        rounds[kind] = result.last.speculation
+    assert rounds[oracle].accepted == rounds[oracle].drafted
+    assert rounds[oracle].rounds < 20, "whole blocks from early on"
+    assert rounds[adversary].rounds < 10, "soon given up"
+
+
+def test_requests_are_judged_one_by_one() -> None:
+    """One that is easily drafted beside one that is not."""
+    easy = make_prompt(17)
+
+    def sometimes(request: Request) -> list[int]:
+        right = continuation(request)
+        return right if request.prompt_ids == easy else [(token + 1) % 200 for token in right]
+
+    engine = make_engine(ScriptedDrafter(4, sometimes, [-1]))
+    engine.scheduler.choose_lens = DraftPolicy(COST).choose
+    params = RequestParams(GREEDY, max_tokens=60)
+    good, bad = run(engine, [(easy, params), (make_prompt(30), params)])
+    assert good.last.speculation.accepted > 40
+    assert bad.last.speculation.rounds < 20, "of some 45"
+
+
+def test_a_request_that_gave_up_tries_again_and_recovers() -> None:
+    policy, request = DraftPolicy(COST), Request([1], RequestParams(), 1000, frozenset(), 0, None)  # type: ignore[arg-type]
+    for _ in range(60):
+        request.count_round(drafted=4, verified=4, accepted=0, decided=1)
+    lens = [policy.choose([request], [4])[0] for _ in range(3 * EXPLORE_EVERY)]
+    assert sorted(set(lens)) == [0, EXPLORE_SLOTS]
+    assert lens.count(EXPLORE_SLOTS) == 3
+    for _ in range(60):
+        request.count_round(drafted=4, verified=4, accepted=4, decided=4)
+    assert policy.choose([request], [4]) == [4]
+
+
+def test_limits_hold_and_plain_requests_stay_plain() -> None:
+    policy = DraftPolicy(COST)
+    requests = [Request([1], RequestParams(), 1000, frozenset(), 0, None) for _ in range(3)]  # type: ignore[arg-type]
+    for _ in range(40):
+        requests[0].count_round(drafted=4, verified=4, accepted=4, decided=4)
+    assert policy.choose(requests, [2, 0, 0]) == [2, 0, 0]
+    assert policy.choose(requests[1:], [0, 0]) == [0, 0]
+
+
+@pytest.mark.parametrize("verify", ["auto", "full"])
+def test_the_server_measures_and_says_what_it_does(verify: str, tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path)
+    draft = tiny_draft_folder(tmp_path, target, "vanilla", 4)
+    settings = {"ckpt": str(draft), "target": str(target), "max_model_len": 128, "kv_memory_fraction": 0.01}
+    engine = load_engine(ServerConfig.model_validate(settings | {"verify": verify}))
+    assert (engine.scheduler.choose_lens is not None) == (verify == "auto")
+    assert ("earlier rounds" in engine.info["verification"]) == (verify == "auto")
+    (result,) = run(engine, [(make_prompt(9), RequestParams(GREEDY, max_tokens=30))])
+    assert len(result.ids) == 30
+    if verify == "full":
+        assert result.last.speculation.drafted > 20
