@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.devices import tensor_on
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.errors import RequestError
 from dspark_core.models.attention import Segment
@@ -18,6 +17,7 @@ from dspark_core.models.decoder import FlatBatch, TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
+from server.deferred import DeferredContext
 from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back
 from server.logprobs import token_logprobs
@@ -81,6 +81,7 @@ class Engine:
             max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
         )
+        self.deferred = DeferredContext(self.drafter) if self.drafter else None
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
 
@@ -167,6 +168,8 @@ class Engine:
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round, plain_round = self._round(drafting), self._round(plain)
+        if self.deferred:
+            self.deferred.absorb((item.request, item.request.table.kv_len, None) for item in drafting)
         draft_ids, verify_lens = self._draft(drafting, draft_round)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
@@ -232,21 +235,25 @@ class Engine:
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""
-        context_rows: list[int] = []
+        ready: list[tuple[Request, int, Tensor | None]] = []
         for index, item in enumerate(work):
-            request = item.request
+            request, table = item.request, item.request.table
             if request.error:
                 continue
             size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
             size = min(size, request.pending)  # a text may end before the last draft that stands
-            keeps = self.scheduler.keeps_context(request)
-            self.memory.commit(request.table, request.tokens, size, draft_context=keeps)
-            self.memory.rollback(request.table, len(request.tokens))
-            if keeps:
-                context_rows += range(layout.starts[index], layout.starts[index] + size)
-        if self.drafter and features is not None and context_rows:
-            rows = tensor_on(features.device, context_rows)
-            self.drafter.absorb(features[rows], layout.batch.positions[rows], layout.batch.slots[rows])
+            keeps, position = self.scheduler.keeps_context(request), table.kv_len
+            self.memory.commit(table, request.tokens, size, draft_context=keeps)
+            self.memory.rollback(table, len(request.tokens))
+            if not keeps or self.deferred is None or features is None:
+                continue
+            own = features[layout.starts[index] : layout.starts[index] + size]
+            if item.num_tokens == 1 and not item.num_slots and table.kv_len % self.pool.page_size:
+                self.deferred.keep(request, position, own)
+            else:
+                ready.append((request, position, own))
+        if self.deferred:
+            self.deferred.absorb(ready)
         for item in work:
             if item.request.finished:
                 self.scheduler.remove(item.request)

@@ -39,6 +39,8 @@ class DraftPolicy:
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         self._all = Acceptance(cost.draft_len, ALL_MEMORY)
+        self._observed = 0
+        self._answered: tuple[object, list[int]] | None = None
         self._own: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
 
     def choose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
@@ -48,18 +50,22 @@ class DraftPolicy:
         lens = [0] * len(limits)
         if not drafting:
             return lens
+        question = (self._observed, tuple(map(id, records)), tuple(limits))
+        if self._answered is None or self._answered[0] != question:  # while nobody drafts, nothing new is learnt
+            self._answered = question, self._search(records, drafting, limits)
+        for i, length in zip(drafting, self._answered[1], strict=True):
+            record = records[i]
+            record.skipped = 0 if length else record.skipped + 1
+            lens[i] = length
+            if record.skipped >= EXPLORE_EVERY:
+                record.skipped, lens[i] = 0, min(EXPLORE_SLOTS, limits[i])
+        return lens
+
+    def _search(self, records: Sequence[_Record], drafting: Sequence[int], limits: Sequence[int]) -> list[int]:
         base = self._all.rates(START, 1.0)
         survival = np.stack([records[i].acceptance.rates(base, OWN_PRIOR) for i in drafting]).cumprod(-1)
-        chosen = choose_draft_lens(
-            survival, [limits[i] for i in drafting], self.cost, other_tokens=len(limits) - len(drafting)
-        )
-        for i, length in zip(drafting, chosen, strict=True):
-            records[i].skipped = 0 if length else records[i].skipped + 1
-            explores = records[i].skipped >= EXPLORE_EVERY
-            lens[i] = min(EXPLORE_SLOTS, limits[i]) if explores else length
-            if explores:
-                records[i].skipped = 0
-        return lens
+        own_limits, others = [limits[i] for i in drafting], len(limits) - len(drafting)
+        return choose_draft_lens(survival, own_limits, self.cost, other_tokens=others)
 
     def _record(self, request: Request) -> _Record:
         """The request's record, with the rounds since it was last looked at."""
@@ -67,6 +73,7 @@ class DraftPolicy:
         for decided, accepted in request.decided_and_accepted[record.seen :]:
             record.acceptance.observe(decided, accepted)
             self._all.observe(decided, accepted)
+            self._observed += 1
         record.seen = len(request.decided_and_accepted)
         return record
 
