@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
-    engine = demo_engine(args.cpu_weights, prefix_cache=False)
+    engine = demo_engine(args.cpu_weights, prefix_cache=False, verify="auto")
     machine = Machine.measured()
     measure(engine, max(CONCURRENT), RequestParams(SamplingParams(temperature=0), max_tokens=4))  # warms up
     results = []

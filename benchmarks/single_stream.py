@@ -1,5 +1,7 @@
 """One request at a time on the demo model: speculation against plain decoding, on the same prompts in turn.
 
+"auto" is what the server does by default: draft as far as earlier rounds say it pays; "full" are whole blocks.
+
     python -m benchmarks.single_stream [--max-tokens 64] [--cpu-weights exact] [--force]
 
 Plain decoding is the same engine with `speculative: false`: no draft runs and no layer is tapped. The break-even length
@@ -96,41 +98,47 @@ def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> Req
 def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
     """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2."""
     assert engine.drafter is not None
-    plain, scripted = Tally(), Tally()
-    real, script = engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
+    tallies = {way: Tally() for way in ("full", "plain", "auto")}
+    auto, real, script = engine.scheduler.choose_lens, engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
     for item in load_prompts():
         greedy = {"sampling": SamplingParams(temperature=0), "max_tokens": max_tokens}
-        answered = run(engine, item["prompt"], RequestParams(**greedy, speculative=False), plain)
+        answered = run(engine, item["prompt"], RequestParams(**greedy, speculative=False), tallies["plain"])
         script.begin(len(answered.prompt_ids), answered.tokens[len(answered.prompt_ids) :])
         engine.drafter = script
-        again = run(engine, item["prompt"], RequestParams(**greedy), scripted)
+        for way in ("full", "auto"):
+            engine.scheduler.choose_lens = auto if way == "auto" else None
+            again = run(engine, item["prompt"], RequestParams(**greedy), tallies[way])
+            assert again.tokens == answered.tokens, "speculation changed a text"
         engine.drafter = real
-        assert again.tokens == answered.tokens, "speculation changed a text"
-    return _row(scripted, plain)
+    engine.scheduler.choose_lens = auto
+    return _row(*tallies.values())
 
 
 def measure(engine: Engine, temperature: float, max_tokens: int) -> dict[str, dict[str, float]]:
-    """Every prompt decoded both ways in turn; figures by domain and over all."""
-    tallies: dict[tuple[str, bool], Tally] = defaultdict(Tally)
+    """Every prompt decoded in all ways in turn; figures by domain and over all."""
+    tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
+    auto = engine.scheduler.choose_lens
     for item in load_prompts():
-        for speculative in (True, False):
-            params = RequestParams(
-                sampling=SamplingParams(temperature=temperature), max_tokens=max_tokens, speculative=speculative
-            )
-            run(engine, item["prompt"], params, tallies[item["domain"], speculative])
+        for way in ("full", "plain", "auto"):
+            params = RequestParams(SamplingParams(temperature=temperature), max_tokens, speculative=way != "plain")
+            engine.scheduler.choose_lens = auto if way == "auto" else None
+            run(engine, item["prompt"], params, tallies[item["domain"], way])
+    engine.scheduler.choose_lens = auto
     domains = sorted({domain for domain, _ in tallies})
-    rows = {domain: _row(tallies[domain, True], tallies[domain, False]) for domain in domains}
+    rows = {domain: _row(*(tallies[domain, way] for way in ("full", "plain", "auto"))) for domain in domains}
     rows["mean"] = {key: sum(row[key] for row in rows.values()) / len(rows) for key in rows[domains[0]]}
     return rows
 
 
-def _row(speculative: Tally, plain: Tally) -> dict[str, float]:
+def _row(full: Tally, plain: Tally, auto: Tally) -> dict[str, float]:
     return {
-        "acceptance_length": round(speculative.acceptance_length, 3),
+        "acceptance_length": round(full.acceptance_length, 3),
+        "break_even_length": round(full.seconds / full.rounds * plain.tokens_per_second, 3),
         "plain_tokens_per_s": round(plain.tokens_per_second, 2),
-        "tokens_per_s": round(speculative.tokens_per_second, 2),
-        "ratio": round(speculative.tokens_per_second / plain.tokens_per_second, 3),
-        "break_even_length": round(speculative.seconds / speculative.rounds * plain.tokens_per_second, 3),
+        "full_tokens_per_s": round(full.tokens_per_second, 2),
+        "auto_tokens_per_s": round(auto.tokens_per_second, 2),
+        "full_ratio": round(full.tokens_per_second / plain.tokens_per_second, 3),
+        "auto_ratio": round(auto.tokens_per_second / plain.tokens_per_second, 3),
     }
 
 
@@ -142,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     load = require_quiet_machine(args.force)
     bandwidth = read_bandwidth()
-    engine = demo_engine(args.cpu_weights, ckpt=args.ckpt, target=args.target)
+    engine = demo_engine(args.cpu_weights, ckpt=args.ckpt, target=args.target, verify="auto")
     weights = sum(engine.target.weight_bytes.values())
     ceiling = bandwidth / weights
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, target weights {weights / 1e6:.0f} MB a pass:")
@@ -151,10 +159,13 @@ def main() -> None:
     results = {f"temperature {t:g}": measure(engine, t, args.max_tokens) for t in (0.0, 1.0)}
     results["scripted, temperature 0"] = {"mean": measure_scripted(engine, args.max_tokens)}
     for name, rows in results.items():
-        print(f"\n{name:24}{'length':>8}{'break-even':>12}{'plain tokens/s':>16}{'dspark tokens/s':>17}{'ratio':>7}")
+        print(
+            f"\n{name:26}{'length':>7}{'break-even':>11}{'plain':>8}{'full':>8}{'auto':>8} tokens/s{'full':>8}{'auto':>7}"
+        )
         for domain, row in rows.items():
-            print(f"{domain:24}{row['acceptance_length']:8.2f}{row['break_even_length']:12.2f}", end="")
-            print(f"{row['plain_tokens_per_s']:16.1f}{row['tokens_per_s']:17.1f}{row['ratio']:7.2f}")
+            print(f"{domain:26}{row['acceptance_length']:7.2f}{row['break_even_length']:11.2f}", end="")
+            print("".join(f"{row[f'{way}_tokens_per_s']:8.1f}" for way in ("plain", "full", "auto")), end="")
+            print(f"{'':9}{row['full_ratio']:8.2f}{row['auto_ratio']:7.2f}")
     print(
         json.dumps(
             {
