@@ -159,9 +159,8 @@ def main() -> None:
     results = {f"temperature {t:g}": measure(engine, t, args.max_tokens) for t in (0.0, 1.0)}
     results["scripted, temperature 0"] = {"mean": measure_scripted(engine, args.max_tokens)}
     for name, rows in results.items():
-        print(
-            f"\n{name:26}{'length':>7}{'break-even':>11}{'plain':>8}{'full':>8}{'auto':>8} tokens/s{'full':>8}{'auto':>7}"
-        )
+        head = f"\n{name:26}{'length':>7}{'break-even':>11}{'plain':>8}{'full':>8}{'auto':>8} tokens/s"
+        print(f"{head}{'full':>8}{'auto':>7}")
         for domain, row in rows.items():
             print(f"{domain:26}{row['acceptance_length']:7.2f}{row['break_even_length']:11.2f}", end="")
             print("".join(f"{row[f'{way}_tokens_per_s']:8.1f}" for way in ("plain", "full", "auto")), end="")
