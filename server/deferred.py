@@ -7,6 +7,7 @@ plainly wait until the request drafts again, or until they fill a page, which ot
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +18,17 @@ from dspark_core.draft.drafter import Drafter
 from server.request import Request
 
 
+@dataclass(frozen=True)
+class Committed:
+    """Features [n, m * D] of consecutive committed tokens of a request, the first one's position, and their slots."""
+
+    position: int
+    slots: list[int]
+    features: Tensor
+
+
 class DeferredContext:
-    """Features of committed tokens, by request.
+    """Keeps features until their context is wanted.
 
     Args:
         drafter: whose context it is.
@@ -26,32 +36,27 @@ class DeferredContext:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self._waiting: WeakKeyDictionary[Request, tuple[int, list[Tensor]]] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[Request, list[Committed]] = WeakKeyDictionary()
 
-    def keep(self, request: Request, position: int, features: Tensor) -> None:
-        """Remember the features [n, m * D] of tokens from `position` on."""
-        start, parts = self._before(request, position)
-        self._waiting[request] = start, [*parts, features.clone()]
+    def keep(self, request: Request, tokens: Committed) -> None:
+        """Let these wait."""
+        own = Committed(tokens.position, tokens.slots, tokens.features.clone())
+        self._waiting[request] = [*self._before(request, tokens.position), own]
 
-    def absorb(self, rows: Iterable[tuple[Request, int, Tensor | None]]) -> None:
-        """Write the context of some requests: what waits, then the features of tokens from a position on, if any."""
-        features: list[Tensor] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        size = self.drafter.pool.page_size
-        for request, position, own in rows:
-            start, parts = self._before(request, position)
+    def absorb(self, requests: Iterable[tuple[Request, int]], tokens: Iterable[Committed] = ()) -> None:
+        """Write what waits for some requests, up to a position of each, and the context of some more tokens."""
+        parts: list[Committed] = []
+        for request, position in requests:
+            parts += self._before(request, position)
             self._waiting.pop(request, None)
-            parts = parts if own is None else [*parts, own]
-            span = range(start, start + sum(len(part) for part in parts))
-            features += parts
-            positions += span
-            slots += [request.table.pages[p // size] * size + p % size for p in span]
-        if features:
-            where = tensor_on(features[0].device, [positions, slots])
-            self.drafter.absorb(torch.cat(features), where[0], where[1])
+        parts += tokens
+        if parts:
+            positions = [part.position + i for part in parts for i in range(len(part.slots))]
+            slots = [slot for part in parts for slot in part.slots]
+            where = tensor_on(parts[0].features.device, [positions, slots])
+            self.drafter.absorb(torch.cat([part.features for part in parts]), where[0], where[1])
 
-    def _before(self, request: Request, position: int) -> tuple[int, list[Tensor]]:
-        """First position and features of what waits just before `position`; what a pre-empted request left is void."""
-        start, parts = self._waiting.get(request, (position, []))
-        return (start, parts) if start + sum(len(part) for part in parts) == position else (position, [])
+    def _before(self, request: Request, position: int) -> list[Committed]:
+        """What waits just before `position`; what a request left that was pre-empted since is void."""
+        waiting = self._waiting.get(request, [])
+        return waiting if waiting and waiting[-1].position + len(waiting[-1].slots) == position else []

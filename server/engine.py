@@ -17,7 +17,7 @@ from dspark_core.models.decoder import FlatBatch, TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
-from server.deferred import DeferredContext
+from server.deferred import Committed, DeferredContext
 from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back
 from server.logprobs import token_logprobs
@@ -169,7 +169,7 @@ class Engine:
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round, plain_round = self._round(drafting), self._round(plain)
         if self.deferred:
-            self.deferred.absorb((item.request, item.request.table.kv_len, None) for item in drafting)
+            self.deferred.absorb((item.request, item.request.table.kv_len) for item in drafting)
         draft_ids, verify_lens = self._draft(drafting, draft_round)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
@@ -235,25 +235,31 @@ class Engine:
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""
-        ready: list[tuple[Request, int, Tensor | None]] = []
+        ready: list[tuple[Request, Committed]] = []
+        page_size = self.pool.page_size
         for index, item in enumerate(work):
             request, table = item.request, item.request.table
             if request.error:
                 continue
             size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
             size = min(size, request.pending)  # a text may end before the last draft that stands
-            keeps, position = self.scheduler.keeps_context(request), table.kv_len
+            keeps, span = self.scheduler.keeps_context(request), range(table.kv_len, table.kv_len + size)
+            slots = [
+                table.pages[p // page_size] * page_size + p % page_size for p in span
+            ]  # pages may be exchanged now
             self.memory.commit(table, request.tokens, size, draft_context=keeps)
             self.memory.rollback(table, len(request.tokens))
             if not keeps or self.deferred is None or features is None:
                 continue
-            own = features[layout.starts[index] : layout.starts[index] + size]
-            if item.num_tokens == 1 and not item.num_slots and table.kv_len % self.pool.page_size:
-                self.deferred.keep(request, position, own)
+            first = layout.starts[index]
+            tokens = Committed(span.start, slots, features[first : first + size])
+            if item.num_tokens == 1 and not item.num_slots and span.stop % page_size:
+                self.deferred.keep(request, tokens)
             else:
-                ready.append((request, position, own))
+                ready.append((request, tokens))
         if self.deferred:
-            self.deferred.absorb(ready)
+            before = [(request, tokens.position) for request, tokens in ready]
+            self.deferred.absorb(before, [tokens for _, tokens in ready])
         for item in work:
             if item.request.finished:
                 self.scheduler.remove(item.request)
