@@ -32,7 +32,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(root: Path, **settings: Any) -> Engine:
-    fields: dict[str, Any] = {"ckpt": str(root / "draft"), "target": str(root / "target"), "seed": 0, **settings}
+    fields: dict[str, Any] = {
+        "ckpt": str(root / "draft"),
+        "target": str(root / "target"),
+        "seed": 0,
+        "verify": "full",
+        **settings,
+    }
     return load_engine(ServerConfig(**fields))
 
 

@@ -1,0 +1,104 @@
+"""The draft's context of plainly decoded tokens: late, and complete whenever somebody may read it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from server.engine import Engine
+from server.request import Request, RequestParams
+from tests.server.drafts import ScriptedDrafter, oracle
+from tests.server.engines import GREEDY, make_engine, make_prompt, run
+from tests.server.test_policy import continuation
+
+PAGE = 16
+
+
+class Counting(ScriptedDrafter):
+    """Counts the rows and the calls of context that is written."""
+
+    rows = calls = 0
+
+    def absorb(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        super().absorb(features, positions, slots)
+        self.rows, self.calls = self.rows + len(slots), self.calls + 1
+
+
+def engine_of(drafter: ScriptedDrafter, every: int, **limits: int) -> Engine:
+    """Each request drafts in one of so many rounds; the drafter checks its context when it does."""
+    engine, rounds = make_engine(drafter, **limits), dict[int, int]()
+
+    def lens(requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+        chosen = []
+        for request, limit in zip(requests, most, strict=True):
+            rounds[id(request)] = rounds.get(id(request), 0) + 1
+            chosen.append(limit if every and rounds[id(request)] % every == 0 else 0)
+        return chosen
+
+    engine.scheduler.choose_lens = lens
+    drafter.attach(engine)
+    return engine
+
+
+@pytest.mark.parametrize("every", [2, 5, 23])
+def test_who_drafts_again_has_its_context(every: int) -> None:
+    drafter = Counting(4, continuation, [-1, 0, 2])
+    jobs = [(make_prompt(size), RequestParams(GREEDY, max_tokens=60)) for size in (3, 17, 40)]
+    for result in run(engine_of(drafter, every), jobs, arrivals=[0, 1, 4]):
+        assert result.ids == continuation(result.request)
+        assert result.last.speculation.rounds
+
+
+def test_who_never_drafts_writes_a_page_at_a_time() -> None:
+    drafter = Counting(4, continuation, [-1])
+    (result,) = run(engine_of(drafter, 0), [(make_prompt(10), RequestParams(GREEDY, max_tokens=70))])
+    assert len(result.ids) == 70
+    last = (10 + 69) // PAGE * PAGE
+    assert drafter.rows == last, "all tokens of full pages, and none of the last one"
+    assert drafter.calls == 1 + last // PAGE, "the prompt, and once for every page"
+
+
+def test_shared_pages_have_their_context() -> None:
+    """A prompt that begins with what another request decoded plainly drafts from it."""
+    first = engine_of(oracle(4, continuation), 0)
+    params = RequestParams(GREEDY, max_tokens=60)
+    (result,) = run(first, [(make_prompt(10), params)])
+    longer = make_prompt(10) + result.ids
+    second = oracle(4, lambda request: plain_text(longer))
+    second.pool = first.drafter.pool  # type: ignore[union-attr]
+    second.attach(first)
+    first.drafter = first.deferred.drafter = second  # type: ignore[assignment, union-attr]
+    first.scheduler.choose_lens = None
+    (again,) = run(first, [(longer, RequestParams(GREEDY, max_tokens=20))])
+    assert again.request.speculation.accepted, "and its context was checked on the way"
+    assert first.memory.shared_tokens >= 48
+
+
+def plain_text(prompt: list[int]) -> list[int]:
+    (result,) = run(make_engine(), [(prompt, RequestParams(GREEDY, max_tokens=20))])
+    return result.ids
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_preemption_aborts_and_sharing(seed: int) -> None:
+    source = random.Random(seed)
+    drafter = Counting(4, continuation, [1, -1, 0])
+    engine = engine_of(drafter, 3, num_tokens=256, max_model_len=128, max_num_seqs=5)
+    requests = []
+    for number in range(16):
+        size = source.choice((5, 17, 17, 40))
+        requests.append(engine.make_request(make_prompt(size), RequestParams(GREEDY, max_tokens=60)))
+        engine.add(requests[-1])
+        for _ in range(source.randint(0, 8)):
+            engine.step()
+        if number % 5 == 4:
+            engine.abort(source.choice(requests))
+    while engine.has_work:
+        engine.step()
+        engine.memory.check_integrity([request.table for request in engine.scheduler.running])
+    for request in requests:
+        if request.finish_reason == "length":
+            assert request.tokens[len(request.prompt_ids) :] == continuation(request)
