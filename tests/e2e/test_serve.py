@@ -95,7 +95,7 @@ def hang_up(client: httpx.Client, body: dict[str, Any]) -> None:
 
 
 def test_a_server_from_start_to_end() -> None:
-    with serving() as (process, client):
+    with serving("--verify", "full") as (process, client):
         check_texts(client)
         check_clients_that_leave(client)
         assert client.post("/generate", json=QUESTION).status_code == 200
