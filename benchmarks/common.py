@@ -81,7 +81,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 def demo_engine(cpu_weights: CpuWeights, **settings: Any) -> Engine:
     """The demo model and draft behind the real engine; whole blocks unless `settings` say otherwise."""
-    config = {"max_model_len": 2048, "kv_memory_fraction": 0.1, "seed": 0, "verify": "full", "cpu_weights": cpu_weights}
+    config = {"max_model_len": 2048, "kv_memory_fraction": 0.1, "verify": "full", "cpu_weights": cpu_weights}
     return load_engine(ServerConfig.model_validate(config | settings))
 
 

@@ -190,7 +190,7 @@ class Engine:
         return Round([item.request.source() for item in items], self.target.device)
 
     def _draft(self, items: Sequence[Work], draft_round: Round) -> tuple[Tensor, list[int]]:
-        """Proposals [R, K] and how many of each request's are sent to the target: all of them, until calibration."""
+        """Proposals [R, K] and how many of each request's are sent to the target: all that were drafted."""
         if not items or self.drafter is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), []
         blocks = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ class KVMemory:
         self.cache = PrefixCache() if prefix_cache else None
         self.shared_tokens = 0
         self._users: Counter[int] = Counter()
-        self._free = list(range(num_pages))  # in ascending order
+        self._free = list(reversed(range(num_pages)))
         self._fresh: list[int] = []
 
     @property
@@ -103,9 +102,9 @@ class KVMemory:
         if needed > self.num_free:
             return False
         while self.cache and needed > len(self._free):
-            insort(self._free, self.cache.forget_oldest())
+            self._free.append(self.cache.forget_oldest())
         for _ in range(needed):
-            table.pages.append(self._take(table.pages[-1] + 1 if table.pages else -1))
+            table.pages.append(self._take())
         return True
 
     def take_fresh(self) -> list[int]:
@@ -157,14 +156,11 @@ class KVMemory:
     def clear_cache(self) -> None:
         """Forget every cached page that nobody uses."""
         while self.cache and self.cache.num_idle:
-            insort(self._free, self.cache.forget_oldest())
+            self._free.append(self.cache.forget_oldest())
 
-    def _take(self, following: int) -> int:
-        """A free page: the neighbour of the last one if possible, for attention reads one run without a copy."""
-        place = bisect_left(self._free, following)
-        if place == len(self._free) or self._free[place] != following:
-            place = 0
-        page = self._free.pop(place)
+    def _take(self) -> int:
+        """A free page, the one that was given back last."""
+        page = self._free.pop()
         self._fresh.append(page)
         self._use(page)
         return page
@@ -182,13 +178,13 @@ class KVMemory:
         if self.cache and page in self.cache:
             self.cache.leave(page)
         else:
-            insort(self._free, page)
+            self._free.append(page)
 
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
         """Assert that every page is free, cached, or used as often as is counted; `tables` are all there are."""
         used = Counter(page for table in tables for page in table.pages)
         free, idle = set(self._free), self.cache.idle if self.cache else []
-        assert self._free == sorted(free), "a page is free twice"
+        assert len(self._free) == len(free), "a page is free twice"
         assert free.isdisjoint(used), "a page is used and free"
         assert free.isdisjoint(idle), "a page is cached and free"
         assert set(idle).isdisjoint(used), "a page is used and said to be idle"

@@ -37,6 +37,7 @@ WEIGHTS: dict[CpuWeights, str] = {
 VERIFICATION = {
     "auto": "as far as earlier rounds say it pays",
     "full": "whole blocks",
+    "seeded": "whole blocks, for --seed asks for the same texts in every run",
 }
 # Tokens of a pass. More would make prompts no faster on a CPU, and keep the streams of others waiting longer.
 BATCHED_TOKENS = {True: 128, False: 2048}
@@ -88,9 +89,14 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     )
     parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes, config))
     engine = Engine(parts)
-    if drafter and config.verify == "auto":
+    if drafter and _verification(config) == "auto":
         engine.scheduler.choose_lens = DraftPolicy(profile(engine)).choose
     return engine
+
+
+def _verification(config: ServerConfig) -> str:
+    """What is in force: measured times must not decide which text a server with a seed gives."""
+    return "seeded" if config.verify == "auto" and config.seed is not None else config.verify
 
 
 def _named_target(ckpt: str, draft_folder: Path | None) -> str:
@@ -147,7 +153,7 @@ def _info(
     bitwise = target.runner is not None and target.runner.exact
     draft = {"draft": "none, plain decoding"}
     if parts.drafter:
-        draft = _draft_info(parts.drafter.model, draft_folder, VERIFICATION[config.verify])
+        draft = _draft_info(parts.drafter.model, draft_folder, VERIFICATION[_verification(config)])
     return {
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
         **draft,

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dspark_core.draft.drafter import DraftBlock
 from dspark_core.models.attention import Segment
@@ -30,7 +31,8 @@ EXPLORE_EVERY, EXPLORE_SLOTS = 96, 2
 
 
 class DraftPolicy:
-    """Chooses draft lengths. Only earlier rounds enter: no text's distribution depends on it, no seeded text at all.
+    """Chooses draft lengths. Only earlier rounds enter: no text's distribution depends on it, and no text
+    at all of a request with a seed. (Which of the texts an unseeded one gets does: times differ from run to run.)
 
     Args:
         cost: of steps, as `profile` measures it.
@@ -50,7 +52,7 @@ class DraftPolicy:
         lens = [0] * len(limits)
         if not drafting:
             return lens
-        question = (self._observed, tuple(map(id, records)), tuple(limits))
+        question = (self._observed, tuple(records), tuple(limits))
         if self._answered is None or self._answered[0] != question:  # while nobody drafts, nothing new is learnt
             self._answered = question, self._search(records, drafting, limits)
         for i, length in zip(drafting, self._answered[1], strict=True):
@@ -87,16 +89,17 @@ def profile(engine: Engine, repeats: int = 3) -> StepCost:
     """Measure steps on made-up tokens, each the best of some. Overwrites KV memory: only before the first request."""
     assert engine.drafter is not None
     assert not engine.has_work
-    start, block = time.perf_counter(), engine.draft_len + 1
-    pages = -(-(CONTEXT + block) // engine.pool.page_size)
-    most = max(1, min(engine.scheduler.max_num_seqs, engine.pool.num_pages // pages))
-    counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i < most), most})
-    room = engine.memory.capacity - CONTEXT
-    sizes = sorted(size for size in {*range(1, block + 1), *(count * block for count in counts)} if size <= room)
-    verify = [_best(partial(_verify, engine, size), repeats) for size in sizes]
+    start = time.perf_counter()
+    room = min(engine.max_model_len, engine.memory.capacity)
+    block = min(engine.draft_len + 1, room)
+    tables = _Tables(engine, context=min(CONTEXT, room - block), block=block)
+    counts = sorted({*(2**i for i in range(tables.most.bit_length()) if 2**i < tables.most), tables.most})
+    passes = {**{rows: (1, rows) for rows in range(1, block + 1)}, **{n * block: (n, block) for n in counts}}
+    sizes = sorted(passes)
+    verify = [_best(partial(tables.verify, *passes[size]), repeats) for size in sizes]
     first, whole = (
-        [_best(partial(_draft, engine, count, pages, slots), repeats) for count in counts]
-        for slots in (1, engine.draft_len)
+        [_best(partial(tables.draft, count, slots), repeats) for count in counts]
+        for slots in (1, min(engine.draft_len, block))
     )
     logger.info("step costs measured in %.1f s", time.perf_counter() - start)
     return StepCost(sizes, verify, counts, first, whole, engine.draft_len)
@@ -113,17 +116,33 @@ def _best(run: Callable[[], object], repeats: int) -> float:
     return min(seconds)
 
 
-@torch.inference_mode()
-def _verify(engine: Engine, size: int) -> None:
-    """The target's pass over `size` tokens, until the host has a result."""
-    pages = list(range(-(-(CONTEXT + size) // engine.pool.page_size)))
-    places = torch.arange(CONTEXT, CONTEXT + size, device=engine.target.device)
-    batch = FlatBatch(torch.ones_like(places), places, places, [Segment(0, size, CONTEXT, pages)])
-    engine.target(batch, engine.pool, tap=engine.taps).logits.amax(-1).tolist()
+class _Tables:
+    """Page tables of made-up requests that have `context` tokens and room for `block` more."""
+
+    def __init__(self, engine: Engine, *, context: int, block: int) -> None:
+        self.engine, self.context, size = engine, context, engine.pool.page_size
+        self.pages = -(-(context + block) // size)
+        self.most = min(engine.scheduler.max_num_seqs, engine.pool.num_pages // self.pages)
+
+    def table(self, number: int) -> range:
+        return range(number * self.pages, (number + 1) * self.pages)
+
+    @torch.inference_mode()
+    def verify(self, count: int, rows: int) -> None:
+        """The target's pass over some rows of each of some requests, until the host has a result."""
+        engine, size = self.engine, self.engine.pool.page_size
+        segments = [Segment(i * rows, rows, self.context, self.table(i)) for i in range(count)]
+        places = torch.arange(self.context, self.context + rows, device=engine.target.device).repeat(count)
+        first = torch.arange(count, device=engine.target.device).repeat_interleave(rows) * (self.pages * size)
+        batch = FlatBatch(torch.ones_like(places), places, first + places, segments)
+        engine.target(batch, engine.pool, tap=engine.taps).logits.amax(-1).tolist()
+
+    def draft(self, count: int, slots: int) -> None:
+        """Drafting some slots for some requests, until the host has the tokens."""
+        assert self.engine.drafter is not None
+        blocks = [DraftBlock(1, self.context, slots, self.table(i)) for i in range(count)]
+        self.engine.drafter.draft(blocks, _most_likely).draft_ids.tolist()
 
 
-def _draft(engine: Engine, count: int, pages: int, slots: int) -> None:
-    """Drafting some slots for some requests, until the host has the tokens."""
-    assert engine.drafter is not None
-    blocks = [DraftBlock(1, CONTEXT, slots, list(range(i * pages, (i + 1) * pages))) for i in range(count)]
-    engine.drafter.draft(blocks, lambda slot, logits, draft_ids: argmax(logits)).draft_ids.tolist()  # noqa: ARG005
+def _most_likely(slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:  # noqa: ARG001
+    return argmax(logits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from server.kv import KVMemory
 from server.prefix_cache import Content
@@ -60,10 +60,12 @@ class RequestScheduler:
     def schedule(self) -> list[Work]:
         """Decide the next step. Room for whole blocks is reserved here: what is drafted will be verified."""
         waiting_before = len(self.waiting)
-        work = [item for request in list(self.running) if (item := self._decode(request))]
-        if self.choose_lens and work:
-            lens = self.choose_lens([item.request for item in work], [item.num_slots for item in work])
-            work = [replace(item, num_slots=length) for item, length in zip(work, lens, strict=True)]
+        decoding = [request for request in self.running if request.pending == 1]
+        slots = [self.num_slots(request) for request in decoding]
+        if self.choose_lens and decoding:
+            slots = self.choose_lens(decoding, slots)
+        pairs = zip(decoding, slots, strict=True)
+        work = [item for request, num_slots in pairs if (item := self._decode(request, num_slots))]
         preempted = len(self.waiting) > waiting_before
         budget = max(self.max_num_batched_tokens - sum(w.num_tokens + w.num_slots for w in work), MIN_CHUNK)
         prefilling = [request for request in self.running if request.pending > 1]
@@ -100,10 +102,9 @@ class RequestScheduler:
         """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
         return self.draft_len > 0 and request.params.speculative
 
-    def _decode(self, request: Request) -> Work | None:
-        if request.pending != 1 or request not in self.running:
+    def _decode(self, request: Request, slots: int) -> Work | None:
+        if request not in self.running:  # pre-empted by one before it
             return None
-        slots = self.num_slots(request)
         while not self.memory.reserve(request.table, request.table.kv_len + 1 + slots):
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -112,7 +113,7 @@ class RequestScheduler:
         return Work(request, 1, slots, decides=True)
 
     def num_slots(self, request: Request) -> int:
-        """Draft slots of the next round: none is proposed that `max_tokens` or the context end would cut off."""
+        """Most draft slots of the next round: none is proposed that `max_tokens` or the context end would cut off."""
         if not request.params.speculative:
             return 0
         return max(0, min(self.draft_len, request.max_tokens - request.num_generated - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from functools import cache
 
 # Attention's work is cut into tiles: so many query rows, each with the query heads that share a key-value head.
@@ -15,9 +16,18 @@ logger = logging.getLogger(__name__)
 @cache
 def have_kernels() -> bool:
     """Whether kernels can be compiled here."""
+    reason = _missing()
+    if reason:
+        logger.warning("no CPU kernels (%s): slower, and exact only up to near-ties of the two best tokens", reason)
+    return not reason
+
+
+def _missing() -> str:
     try:
+        import llvmlite.binding as llvm
         import numba  # noqa: F401
     except ImportError as error:
-        logger.warning("no CPU kernels (%s): slower, and exact only up to near-ties of the two best tokens", error)
-        return False
-    return True
+        return str(error)
+    wanted = ("f16c", "fma") if platform.machine() in ("x86_64", "AMD64") else ()
+    features = llvm.get_host_cpu_features()
+    return ", ".join(f"the CPU has no {name.upper()}" for name in wanted if not features.get(name))

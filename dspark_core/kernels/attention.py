@@ -7,10 +7,13 @@ pages and limit alone: later pages add exact zeros, so the tiling may be anythin
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from dspark_core.kernels import TILE_FIELDS, TILE_ROWS
+from dspark_core.kernels.compile import named
 from dspark_core.kernels.launch import Kernel
 from dspark_core.kernels.pointwise import layer_address
 from dspark_core.kernels.simd import (
@@ -30,44 +33,33 @@ from dspark_core.kernels.simd import (
 from dspark_core.kernels.tile import FLOAT32, MAX_ROWS, multiply_tile
 
 
-@njit(error_model="numpy")
-def _product(x, x_stride, w, w_stride, out, out_stride, rows, columns, count):
-    """out = x [rows, count] @ w [count, columns]; columns a multiple of 16, strides in bytes."""
-    done = 0
-    while done < rows:
-        left = min(rows - done, MAX_ROWS)
-        row, place = x + done * x_stride, out + done * out_stride
-        for column in range(0, columns, LANES):
-            to = place + column * 4
-            if left >= 8:
-                multiply_tile(FLOAT32, 8, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
-            elif left >= 6:
-                multiply_tile(FLOAT32, 6, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
-            elif left >= 3:
-                multiply_tile(FLOAT32, 3, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
-            else:
-                multiply_tile(FLOAT32, 1, 1, 0, row, x_stride, w, w_stride, column, to, out_stride, count)
-        done += left if left == 8 else (6 if left >= 6 else (3 if left >= 3 else 1))
+def _product(onto: int) -> Any:
+    """A function: out = (out if `onto` else 0) + x [rows, count] @ w [count, columns].
+
+    Columns are a multiple of 16, strides bytes.
+    """
+
+    def multiply(x, x_stride, w, w_stride, out, out_stride, rows, columns, count):
+        done = 0
+        while done < rows:
+            left = min(rows - done, MAX_ROWS)
+            row, place = x + done * x_stride, out + done * out_stride
+            for column in range(0, columns, LANES):
+                to = place + column * 4
+                if left >= 8:
+                    multiply_tile(FLOAT32, 8, 1, onto, row, x_stride, w, w_stride, column, to, out_stride, count)
+                elif left >= 6:
+                    multiply_tile(FLOAT32, 6, 1, onto, row, x_stride, w, w_stride, column, to, out_stride, count)
+                elif left >= 3:
+                    multiply_tile(FLOAT32, 3, 1, onto, row, x_stride, w, w_stride, column, to, out_stride, count)
+                else:
+                    multiply_tile(FLOAT32, 1, 1, onto, row, x_stride, w, w_stride, column, to, out_stride, count)
+            done += left if left == 8 else (6 if left >= 6 else (3 if left >= 3 else 1))
+
+    return njit(error_model="numpy")(named(multiply, f"attention_product_{onto}"))
 
 
-@njit(error_model="numpy")
-def _add_product(x, x_stride, w, w_stride, out, out_stride, rows, columns, count):
-    """The same onto what `out` holds."""
-    done = 0
-    while done < rows:
-        left = min(rows - done, MAX_ROWS)
-        row, place = x + done * x_stride, out + done * out_stride
-        for column in range(0, columns, LANES):
-            to = place + column * 4
-            if left >= 8:
-                multiply_tile(FLOAT32, 8, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
-            elif left >= 6:
-                multiply_tile(FLOAT32, 6, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
-            elif left >= 3:
-                multiply_tile(FLOAT32, 3, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
-            else:
-                multiply_tile(FLOAT32, 1, 1, 1, row, x_stride, w, w_stride, column, to, out_stride, count)
-        done += left if left == 8 else (6 if left >= 6 else (3 if left >= 3 else 1))
+_new_product, _add_product = _product(0), _product(1)
 
 
 @njit(error_model="numpy")
@@ -130,7 +122,7 @@ def _attend(a):
         for number in range(last // size + 1):
             place = (tables[table + number] * page_heads + head) * size * 4
             used = min(size, last + 1 - number * size)
-            _product(
+            _new_product(
                 lines.ctypes.data, dim * 4, keys + place * dim, size * 4, scores.ctypes.data, size * 4, count, size, dim
             )
             for line in range(count):

@@ -24,6 +24,7 @@ _OPENMP_NAMES, _ENDINGS = ("libgomp", "libomp", "libiomp5"), (".so.1", ".so", ".
 MAX_ARGUMENTS = 20
 # Of an instruction in a program, and of the numbers that a kernel gets: where they begin, in int64.
 ADDRESS, COUNTER, TASKS, ARGUMENTS = 0, 1, 2, 3
+GAVE_UP = "a kernel got no memory to work with"
 _WIDTH = ARGUMENTS + MAX_ARGUMENTS
 _ARRAYS = [ctypes.c_int64 * size for size in range(MAX_ARGUMENTS + 3)]
 
@@ -56,11 +57,14 @@ class Kernel:
         self.run(address, numbers, min(tasks, torch.get_num_threads()))
 
     def run(self, address: int, numbers: Any, threads: int) -> None:
+        """Run on so many threads. Raises MemoryError if a kernel gave up: all else in them cannot fail."""
         openmp = find_openmp()
         if threads > 1 and openmp:
             openmp.GOMP_parallel(address, numbers, threads, 0)
         else:
             self._serial(numbers)
+        if numbers[0] < numbers[1]:
+            raise MemoryError(GAVE_UP)
 
 
 def _run_program(a):
@@ -109,8 +113,10 @@ class Program:
             flat[places] = values[name]
         threads, openmp = torch.get_num_threads(), find_openmp()
         barrier = openmp.barrier_address if threads > 1 and openmp else 0
-        arguments = _ARRAYS[5](0, threads, numbers.ctypes.data, len(numbers), barrier)
+        arguments = _ARRAYS[5](0, 0, numbers.ctypes.data, len(numbers), barrier)
         _RUN_PROGRAM.run(_RUN_PROGRAM.address, arguments, threads)
+        if (numbers[:, COUNTER] < numbers[:, TASKS]).any():
+            raise MemoryError(GAVE_UP)
 
 
 class _OpenMP:

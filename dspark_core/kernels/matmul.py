@@ -133,6 +133,10 @@ def matmul(
         x: [N, inputs], rows contiguous.
         out: [N, outputs] contiguous; may be `residual` itself.
     """
+    assert x.dtype == out.dtype == torch.float32
+    assert x.shape[1:] == (weights.inputs,), "inputs"
+    assert out.shape == (x.shape[0], weights.outputs), "outputs"
+    assert x.stride(1) == 1, "rows must be contiguous"
     MATMUL[weights.kind](
         runs_of(weights), x.data_ptr(), x.stride(0) * 4, weights.address, 0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(), out.data_ptr(), x.shape[0], weights.inputs, weights.outputs,

@@ -120,6 +120,9 @@ DRAW = Kernel(_draw)  # weights, float64 numbers in [0, 1), int64 out, size of a
 
 def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Softmax of the rows of `logits` [N, V] divided by `temperature` [N]; float32, contiguous."""
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    assert temperature is None or temperature.shape == logits.shape[:1]
     out = torch.empty_like(logits)
     divisors = 0 if temperature is None else temperature.data_ptr()
     SOFTMAX(logits.shape[0], logits.data_ptr(), out.data_ptr(), logits.shape[1], divisors)
@@ -128,6 +131,10 @@ def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """As `dspark_core.sampling.draw`, for float32 rows that are contiguous."""
+    assert (weights.dtype, u.dtype) == (torch.float32, torch.float64)
+    assert weights.is_contiguous()
+    assert u.is_contiguous()
+    assert u.shape == weights.shape[:1], "a number for each row"
     out = torch.empty(len(u), dtype=torch.int64)
     DRAW(weights.shape[0], weights.data_ptr(), u.data_ptr(), out.data_ptr(), weights.shape[1])
     return out

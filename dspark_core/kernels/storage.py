@@ -43,23 +43,23 @@ class Panels:
 
 
 def pack(weight: Tensor, kind: int) -> Panels:
-    """Store a float32 matrix [outputs, inputs] in a kind, rounding if need be.
-
-    Raises:
-        ValueError: a weight is too large for the kind, or not a number.
-    """
+    """Store a float32 matrix [outputs, inputs] in a kind, rounding if need be."""
     outputs, inputs = weight.shape
     data = np.empty((-(-outputs // PANEL), inputs * GROUP_BYTES[kind] // GROUP), np.uint8)
     for start in range(0, outputs, CHUNK):
         rows = weight[start : start + CHUNK]
-        found = rows.abs().max().item()
-        if kind not in {FLOAT32, BFLOAT16} and not found <= LARGEST_FLOAT16:
-            expected = f"expected at most {LARGEST_FLOAT16:g}, the largest float16"
-            raise ValueError(f"the largest weight is {found:g}, {expected}")
         padding = rows.new_zeros(-len(rows) % PANEL, inputs)
         panels = _ENCODE[kind](torch.cat((rows, padding)) if len(padding) else rows)
         data[start // PANEL : start // PANEL + len(panels)] = panels.numpy()
     return Panels(kind, data, outputs, inputs)
+
+
+def check_roundable(weight: Tensor) -> None:
+    """Raise ValueError if rounding a matrix could give something that is no number (scales are float16)."""
+    found = weight.abs().max().item()
+    if not found <= LARGEST_FLOAT16:
+        expected = f"expected at most {LARGEST_FLOAT16:g}, the largest float16"
+        raise ValueError(f"the largest weight is {found:g}, {expected}")
 
 
 def exact_kind(weight: Tensor) -> int:
@@ -78,8 +78,13 @@ def has_whole_groups(weight: Tensor, kind: int) -> bool:
 
 def _is_exact(kind: int, rows: Tensor) -> bool:
     if kind == BFLOAT16:
-        return not bool((rows.contiguous().view(torch.int32) & 0xFFFF).any())
-    return all(torch.equal(ROUND[kind](part), part) for part in (rows[:4], rows))  # a few say no soonest
+        return not bool((_bits(rows) & 0xFFFF).any())
+    # By bits, for -0 equals 0. The first rows say no soonest.
+    return all(torch.equal(_bits(ROUND[kind](part)), _bits(part)) for part in (rows[:4], rows))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
 
 
 def quantise_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +109,7 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     """Groups in units of their scales, rounded; 0 where the scale is 0."""
     inverse = torch.where(scale == 0, 0, 1 / scale.float())
     codes: Tensor = groups * inverse.unsqueeze(-1)
-    return codes.round_()
+    return codes.round_().add_(0.0)  # no code is -0
 
 
 def round_int8(rows: Tensor) -> Tensor:

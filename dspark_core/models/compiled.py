@@ -125,7 +125,10 @@ class CompiledLayers:
             )  # fmt: skip
 
     def _common(self, rows: int, positions: Tensor, slots: Tensor, pool: KVPool) -> dict[str, int]:
-        """Numbers that every program needs."""
+        """Numbers that every program needs. Kernels trust them: what lies outside the tables is refused here."""
+        last, slot = int(positions.max()), int(slots.max())
+        if last >= len(self.tables[0]) or slot >= pool.num_pages * pool.page_size:
+            raise IndexError(f"position {last} of {len(self.tables[0])}, slot {slot} of {pool.num_pages} pages")
         return {
             "rows": rows,
             "row tasks": row_tasks(rows),

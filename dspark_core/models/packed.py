@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dspark_core.kernels import storage
 from dspark_core.kernels.matmul import matmul
-from dspark_core.kernels.tile import FLOAT16, PANEL
+from dspark_core.kernels.tile import FLOAT16, FLOAT32, PANEL
 from dspark_core.settings import CpuWeights
 
 
@@ -33,6 +33,8 @@ class PackedLinear(nn.Module):
             kind = storage.exact_kind(weight)
         else:
             kind = storage.KINDS[weights]
+            if kind != FLOAT32:
+                storage.check_roundable(weight)
             kind = kind if storage.has_whole_groups(weight, kind) else FLOAT16
         self.panels = storage.pack(weight, kind)
 

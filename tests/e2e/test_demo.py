@@ -39,7 +39,9 @@ DRAFTED = RequestParams(GREEDY, max_tokens=COUNT)
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return load_engine(ServerConfig(max_model_len=512, max_num_seqs=8, dtype="float32", device="cpu", seed=0, verify="full"))
+    return load_engine(
+        ServerConfig(max_model_len=512, max_num_seqs=8, dtype="float32", device="cpu", seed=0, verify="full")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -122,13 +122,16 @@ def test_a_refused_reservation_takes_nothing() -> None:
     assert (len(table.pages), memory.num_free, memory.capacity) == (3, 1, 4 * SIZE)
 
 
-def test_a_sequence_grows_into_the_neighbouring_page() -> None:
-    memory, table, other = KVMemory(8, SIZE), PageTable(), PageTable()
-    memory.reserve(other, SIZE)
-    memory.reserve(table, SIZE)
-    memory.release(other)
-    memory.reserve(table, 3 * SIZE)
-    assert table.pages == [table.pages[0] + i for i in range(3)]
+def test_nothing_is_shared_inside_a_page() -> None:
+    """Another request may be ahead with the same tokens; only at the end of a page can its pages be taken."""
+    memory, behind, ahead, text = KVMemory(10, SIZE), PageTable(), PageTable(), list(range(3 * SIZE))
+    for table in (behind, ahead):
+        memory.reserve(table, 3 * SIZE)
+    memory.commit(behind, text, SIZE // 2, draft_context=False)
+    memory.commit(ahead, text, 2 * SIZE, draft_context=False)
+    memory.share(behind, text, draft_context=False)
+    assert behind.kv_len == SIZE // 2
+    memory.check_integrity([behind, ahead])
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, SIZE, SIZE + 1])

@@ -113,3 +113,29 @@ def test_the_server_measures_and_says_what_it_does(verify: str, tmp_path: Path) 
     assert len(result.ids) == 30
     if verify == "full":
         assert result.last.speculation.drafted > 20
+
+
+@pytest.mark.parametrize(("max_model_len", "max_num_seqs"), [(2, 1), (2, 16), (4, 3), (32, 1), (64, 1), (100, 16)])
+def test_small_servers_are_measured_inside_their_memory(max_model_len: int, max_num_seqs: int, tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path)
+    draft = tiny_draft_folder(tmp_path, target, "vanilla", 4)
+    settings = {"ckpt": str(draft), "target": str(target), "kv_memory_fraction": 0.01, "page_size": 16}
+    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    engine = load_engine(ServerConfig.model_validate(settings | limits))
+    assert engine.scheduler.choose_lens is not None
+    (result,) = run(engine, [([5], RequestParams(GREEDY))])
+    assert len(result.ids) == max_model_len - 1
+
+
+def test_a_server_with_a_seed_gives_the_same_texts_whatever_steps_cost(tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path)
+    draft = tiny_draft_folder(tmp_path, target, "vanilla", 4)
+    settings = {"ckpt": str(draft), "target": str(target), "max_model_len": 128, "kv_memory_fraction": 0.01, "seed": 3}
+    texts = []
+    for _ in range(2):
+        engine = load_engine(ServerConfig.model_validate(settings))
+        assert engine.scheduler.choose_lens is None
+        assert "--seed" in engine.info["verification"]
+        (result,) = run(engine, [(make_prompt(9), RequestParams(SamplingParams(), max_tokens=40))])
+        texts.append(result.ids)
+    assert texts[0] == texts[1]

@@ -87,6 +87,23 @@ def test_a_program_needs_all_its_numbers() -> None:
         program.run({"tasks": 1})
 
 
+def _give_up(a):  # type: ignore[no-untyped-def]
+    """As when memory for a kernel's own arrays is refused: it returns with tasks left."""
+    integers(a[2])[0] = 1
+
+
+def test_a_kernel_that_gave_up_is_an_error() -> None:
+    kernel, done = Kernel(_give_up), np.zeros(1, np.int64)
+    with pytest.raises(MemoryError, match="no memory to work with"):
+        kernel(3, done.ctypes.data)
+    program = Program()
+    program.add(COUNT, 1, done.ctypes.data, 1)
+    program.add(kernel, 3, done.ctypes.data)
+    program.freeze()
+    with pytest.raises(MemoryError, match="no memory to work with"):
+        program.run({})
+
+
 def test_torch_s_threads_are_used() -> None:
     """The library that runs the kernels is the one whose number of threads torch sets."""
     openmp = launch.find_openmp()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.kernels import storage
+from dspark_core.kernels.matmul import matmul
 from dspark_core.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT4, INT8, exact_kind, pack
 from dspark_core.kernels.tile import GROUP_BYTES, PANEL
 
@@ -82,9 +83,32 @@ def test_values_that_float16_has_not(value: float) -> None:
     weight = q4_1()
     weight[3, 4] = value
     assert exact_kind(weight) == FLOAT32
-    for kind in (FLOAT16, INT8, INT4):
-        with pytest.raises(ValueError, match=f"the largest weight is {value:g}, expected at most 65504"):
-            pack(weight, kind)
+    with pytest.raises(ValueError, match=f"the largest weight is {value:g}, expected at most 65504"):
+        storage.check_roundable(weight)
+
+
+def test_exact_kinds_may_hold_more_than_float16_has() -> None:
+    """Of a scale and a code, or an infinity that was one in float16."""
+    large = torch.zeros(32, 32)
+    large[:, 0] = 120000
+    assert exact_kind(large) == INT4
+    infinite = weights().half().float()
+    infinite[1, 0] = torch.inf
+    assert exact_kind(infinite) == FLOAT16
+    for weight in (large, infinite):
+        out, x = torch.empty(1, len(weight)), torch.eye(weight.shape[1])[:1]
+        matmul(pack(weight, exact_kind(weight)), x, out)
+        assert torch.equal(out[0], weight[:, 0])
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4])
+def test_a_negative_zero_is_another_number(kind: int) -> None:
+    weight = of_kind(kind)
+    weight[5, 6] = 0.0
+    exact = exact_kind(weight)
+    weight[5, 6] = -0.0
+    assert exact_kind(weight) not in (INT8, INT4)
+    assert exact in (INT8, INT4, FLOAT32)
 
 
 @pytest.mark.parametrize("kind", GROUP_BYTES)
