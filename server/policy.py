@@ -23,11 +23,12 @@ from server.request import Request
 logger = logging.getLogger(__name__)
 
 START = 0.6  # acceptance that a draft is trusted with before anything is known
-ALL_MEMORY, OWN_MEMORY = 400.0, 30.0  # rounds
+ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds
 OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
 CONTEXT = 64  # tokens before those of a measured step
-# A request that does not draft tries again now and then, with few slots, or it would never learn of better drafts.
-EXPLORE_EVERY, EXPLORE_SLOTS = 96, 2
+# After so many steps in which somebody did not draft, one of those does for some rounds, with few slots: or nobody
+# would ever learn that drafts got better.
+EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS = 192, 4, 2
 
 
 class DraftPolicy:
@@ -41,7 +42,7 @@ class DraftPolicy:
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         self._all = Acceptance(cost.draft_len, ALL_MEMORY)
-        self._observed = 0
+        self._observed = self._idle_steps = 0
         self._answered: tuple[object, list[int]] | None = None
         self._own: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
 
@@ -56,12 +57,22 @@ class DraftPolicy:
         if self._answered is None or self._answered[0] != question:  # while nobody drafts, nothing new is learnt
             self._answered = question, self._search(records, drafting, limits)
         for i, length in zip(drafting, self._answered[1], strict=True):
-            record = records[i]
-            record.skipped = 0 if length else record.skipped + 1
             lens[i] = length
-            if record.skipped >= EXPLORE_EVERY:
-                record.skipped, lens[i] = 0, min(EXPLORE_SLOTS, limits[i])
+        self._explore([(records[i], i) for i in drafting if not lens[i]], lens, limits)
         return lens
+
+    def _explore(self, idle: Sequence[tuple[_Record, int]], lens: list[int], limits: Sequence[int]) -> None:
+        """Let one of those that would not draft do so, now and then."""
+        if not idle:
+            return
+        self._idle_steps += 1
+        if self._idle_steps >= EXPLORE_EVERY:
+            self._idle_steps = 0
+            min((record for record, _ in idle), key=lambda record: record.explored_at).explore(self._observed)
+        for record, i in idle:
+            if record.to_explore:
+                record.to_explore -= 1
+                lens[i] = min(EXPLORE_SLOTS, limits[i])
 
     def _search(self, records: Sequence[_Record], drafting: Sequence[int], limits: Sequence[int]) -> list[int]:
         base = self._all.rates(START, 1.0)
@@ -81,8 +92,20 @@ class DraftPolicy:
 
 
 class _Record:
+    """What is known of one request.
+
+    Attributes:
+        seen: rounds of its that were taken in.
+        to_explore: rounds in which it is to draft although that seems not to pay.
+        explored_at: observations there were when it last began to.
+    """
+
     def __init__(self, draft_len: int) -> None:
-        self.acceptance, self.seen, self.skipped = Acceptance(draft_len, OWN_MEMORY), 0, 0
+        self.acceptance, self.seen = Acceptance(draft_len, OWN_MEMORY), 0
+        self.to_explore, self.explored_at = 0, -1
+
+    def explore(self, observed: int) -> None:
+        self.to_explore, self.explored_at = EXPLORE_ROUNDS, observed
 
 
 def profile(engine: Engine, repeats: int = 3) -> StepCost:

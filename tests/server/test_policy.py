@@ -13,7 +13,7 @@ from dspark_core.sampling import SamplingParams
 from dspark_core.schedule import StepCost
 from server.config import ServerConfig
 from server.loader import load_engine
-from server.policy import EXPLORE_EVERY, EXPLORE_SLOTS, DraftPolicy
+from server.policy import EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, DraftPolicy
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
@@ -80,16 +80,46 @@ def test_requests_are_judged_one_by_one() -> None:
     assert bad.last.speculation.rounds < 20, "of some 45"
 
 
-def test_a_request_that_gave_up_tries_again_and_recovers() -> None:
-    policy, request = DraftPolicy(COST), Request([1], RequestParams(), 1000, frozenset(), 0, None)  # type: ignore[arg-type]
+def some_request() -> Request:
+    return Request([1], RequestParams(), 1000, frozenset(), 0, None)  # type: ignore[arg-type]
+
+
+def test_who_gave_up_tries_again_and_recovers() -> None:
+    policy, request = DraftPolicy(COST), some_request()
     for _ in range(60):
         request.count_round(drafted=4, verified=4, accepted=0, decided=1)
-    lens = [policy.choose([request], [4])[0] for _ in range(3 * EXPLORE_EVERY)]
+    lens = [policy.choose([request], [4])[0] for _ in range(3 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
     assert sorted(set(lens)) == [0, EXPLORE_SLOTS]
-    assert lens.count(EXPLORE_SLOTS) == 3
+    assert lens.count(EXPLORE_SLOTS) == 3 * EXPLORE_ROUNDS
     for _ in range(60):
         request.count_round(drafted=4, verified=4, accepted=4, decided=4)
     assert policy.choose([request], [4]) == [4]
+
+
+def test_short_requests_learn_for_those_after_them() -> None:
+    """Each is over long before it alone would try again."""
+    policy, drafted = DraftPolicy(COST), []
+    for number in range(60):
+        request = some_request()
+        right = number >= 10  # the first ones' drafts are wrong, all others' right
+        for _ in range(20):
+            (length,) = policy.choose([request], [4])
+            drafted.append(length)
+            if length:
+                accepted = length if right else 0
+                request.count_round(drafted=length, verified=length, accepted=accepted, decided=max(accepted, 1))
+    assert max(drafted[120:180]) == 0, "given up"
+    assert min(drafted[-200:]) == 4, "and found again"
+
+
+def test_one_of_many_tries_at_a_time() -> None:
+    policy, requests = DraftPolicy(COST), [some_request() for _ in range(5)]
+    for request in requests:
+        for _ in range(30):
+            request.count_round(drafted=4, verified=4, accepted=0, decided=1)
+    tried = [sum(map(bool, policy.choose(requests, [4] * 5))) for _ in range(5 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    assert max(tried) == 1
+    assert sum(tried) == 5 * EXPLORE_ROUNDS
 
 
 def test_limits_hold_and_plain_requests_stay_plain() -> None:
