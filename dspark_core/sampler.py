@@ -68,6 +68,8 @@ class Round:
         return tensor_on(self.device, values)
 
     def _columns(self, places: list[int], *names: str) -> list[Tensor]:
+        if not places:
+            return [torch.empty(0)] * len(names)
         return [self._tensor([getattr(self.sources[i], name) for i in places]) for name in names]
 
     def _filters(self, places: list[int]) -> Filters | None:
@@ -110,6 +112,8 @@ class Round:
             verify_lens: [R] admitted draft tokens.
         """
         logits = self._penalise_target(logits, draft_ids, verify_lens)
+        if len(self.greedy) == len(logits):  # one row each, all greedy: nothing to compare
+            return Verified(torch.zeros(len(logits), dtype=torch.int64, device=self.device), greedy_choices(logits))
         kinds = [
             (places, rule)
             for places, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))

@@ -167,18 +167,18 @@ class Engine:
         self._clear(self.memory.take_fresh())
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
-        draft_round, plain_round = self._round(drafting), self._round(plain)
         if self.deferred:
             self.deferred.absorb((item.request, item.request.table.kv_len) for item in drafting)
+        draft_round = self._round(drafting)
         draft_ids, verify_lens = self._draft(drafting, draft_round)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         parts = [output.logits.amax(-1).isfinite().long(), draft_ids.flatten()]
         rows = sum(verify_lens) + len(verify_lens)
-        if drafting:
+        if draft_round:
             parts += draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
-        if plain:
+        if plain_round := self._round(plain):
             nothing = draft_ids.new_empty(len(plain), 0)
             parts.append(plain_round.verify(output.logits[rows:], nothing, [0] * len(plain)).next_ids)
         finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
@@ -186,12 +186,12 @@ class Engine:
         self._commit(work, layout, emitted, output.features)
         return outcomes
 
-    def _round(self, items: Sequence[Work]) -> Round:
-        return Round([item.request.source() for item in items], self.target.device)
+    def _round(self, items: Sequence[Work]) -> Round | None:
+        return Round([item.request.source() for item in items], self.target.device) if items else None
 
-    def _draft(self, items: Sequence[Work], draft_round: Round) -> tuple[Tensor, list[int]]:
+    def _draft(self, items: Sequence[Work], draft_round: Round | None) -> tuple[Tensor, list[int]]:
         """Proposals [R, K] and how many of each request's are sent to the target: all that were drafted."""
-        if not items or self.drafter is None:
+        if draft_round is None or self.drafter is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), []
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
