@@ -89,7 +89,7 @@ def verify_ratio(
     """
     num_slots = draft_ids.shape[1]
     if num_slots == 0:
-        return Verified(torch.zeros_like(row_start), draw(target_probs[row_start], residual_u))
+        return Verified(torch.zeros_like(row_start), draw(target_probs, residual_u))  # one row each
     p_target = target_probs[_rows(row_start, verify_lens, num_slots), draft_ids]
     p_draft = torch.cat([p.gather(-1, draft_ids[:, k : k + 1]) for k, p in enumerate(draft_probs)], -1)
     num_accepted = _leading(accept_u * p_draft < p_target, verify_lens)
