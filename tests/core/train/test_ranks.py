@@ -23,7 +23,7 @@ ROUNDING = 1e-5  # sums over two processes are made in another order
 
 # Makes a step without updating, and keeps the gradients.
 GRADIENTS = """
-import sys, torch
+import gc, sys, torch
 from pathlib import Path
 from torch.distributed.tensor import DTensor
 from dspark_core.train.config import FitConfig
@@ -39,6 +39,9 @@ found = {n: p.grad for n, p in run.objective.draft.named_parameters() if p.grad 
 found = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 if ranks.first:
     torch.save({"norm": norm, "gradients": found}, sys.argv[2])
+# What still holds the process group when Python ends may be torn down while its threads run, which aborts the process.
+del run, found
+gc.collect()
 ranks.stop()
 """
 FIT = """
