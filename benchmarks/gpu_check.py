@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,15 +23,16 @@ from torch import nn
 from benchmarks.common import conditions
 from dspark_core.config import DecoderConfig, DraftConfig
 from dspark_core.draft.backbone import DraftModel
-from dspark_core.draft.drafter import DraftBlock, Drafter
-from dspark_core.models.attention import PagedAttend, Segment, tiles_of
-from dspark_core.models.decoder import FlatBatch, TargetModel
+from dspark_core.draft.drafter import Drafter
+from dspark_core.models.attention import FlatBatch, PagedAttend, Segment, tiles_of
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.graphed import GraphedLayers
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.rope import RopeConfig
 from dspark_core.models.triton_attention import attend
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine, EngineParts
+from server.profile import Probe
 from server.request import RequestParams
 
 TINY = DecoderConfig(
@@ -111,7 +113,7 @@ def check_kernel(device: torch.device, dtype: torch.dtype) -> float:
         Segment(49, 7, 700, list(range(40, 52)), causal=False),
     ]
     queries = torch.randn(56, 8, 128, device=device, generator=generator).to(dtype)
-    tiles, tables = (part.to(device) for part in tiles_of(segments, PAGE))
+    tiles, tables = (torch.tensor(part, device=device) for part in tiles_of(segments, PAGE))
     expected = PagedAttend(segments, pool, torch.empty(0)).attend(0, queries)
     return float((attend(queries, pool, 0, tiles, tables) - expected).abs().max())
 
@@ -173,28 +175,16 @@ def bandwidth(device: torch.device) -> float:
     return 2 * data.nbytes / (timed(lambda: target.copy_(data), device, 5) / 1e3)
 
 
-def most_likely(slot: int, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    return logits.argmax(-1)
-
-
 def step_times(engine: Engine, device: torch.device, context: int, repeats: int) -> list[dict[str, float]]:
     """Verify and draft steps of some sizes beside the time that reading their bytes takes."""
     speed, rows = bandwidth(device), []
     weights = sum(engine.target.weight_bytes.values())
     assert engine.drafter is not None
-    draft = engine.drafter.model
+    draft, probe = engine.drafter.model, Probe(engine, context=context, block=1 + K)
     draft_weights = sum(p.nbytes for name, p in draft.named_parameters() if "embed" not in name and "w1" not in name)
     for requests, count in ((1, 1), (1, 2), (1, 4), (1, 1 + K), (4, 1 + K), (16, 1), (16, 1 + K)):
-        tables = [list(range(i * 32, i * 32 + 32)) for i in range(requests)]
-        segments = [Segment(i * count, count, context, table) for i, table in enumerate(tables)]
-        span = torch.arange(context, context + count, device=device)
-        slots = torch.cat([span + table[0] * PAGE for table in tables])
-        batch = FlatBatch(slots % 500, span.repeat(requests), slots, segments)
-        blocks = [DraftBlock(5, context, K, table) for table in tables]
-        verify = timed(lambda batch=batch: engine.target(batch, engine.pool), device, repeats)
-        drafting = timed(
-            lambda blocks=blocks: engine.drafter.draft(blocks, most_likely), device, repeats
-        )  # fmt: skip
+        verify = timed(partial(probe.verify, requests, count), device, repeats)
+        drafting = timed(partial(probe.draft, requests, K), device, repeats)
         keys = requests * context * (engine.pool.keys[0].nbytes + engine.pool.values[0].nbytes) / PAGE
         rows.append(
             {

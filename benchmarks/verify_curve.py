@@ -16,8 +16,7 @@ from statistics import median
 import torch
 
 from benchmarks.common import Machine, conditions, demo_engine, make_parser, require_quiet_machine
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch
+from dspark_core.models.attention import FlatBatch, Segment
 from server.engine import Engine
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -199,14 +199,14 @@ class Rows:
     """
 
     def __init__(self, verify_lens: Sequence[int], device: torch.device) -> None:
-        counts = [length + 1 for length in verify_lens]
-        self.longest = max(verify_lens)
-        self.lens, self.start = tensor_on(device, [verify_lens, [0, *accumulate(counts)][:-1]])
-        self._pairs = [(owner, slot) for owner, count in enumerate(counts) for slot in range(count)]
+        self.verify_lens, self.longest = verify_lens, max(verify_lens)
+        start = [0, *accumulate(length + 1 for length in verify_lens)][:-1]
+        self.lens, self.start = tensor_on(device, [verify_lens, start])
 
     @cached_property
     def _of_rows(self) -> Tensor:
-        return tensor_on(self.lens.device, self._pairs)
+        pairs = [(owner, slot) for owner, length in enumerate(self.verify_lens) for slot in range(length + 1)]
+        return tensor_on(self.lens.device, pairs)
 
     @property
     def owner(self) -> Tensor:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+PAGE_SIZES = (16, 32, 64, 128)  # token positions; whole vectors of keys
 CpuWeights = Literal["exact", "float32", "float16", "int8", "int4"]
 _LONGEST_QUOTE = 80
 

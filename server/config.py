@@ -6,9 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from dspark_core.settings import CpuWeights, DtypeName, Settings, setting
-
-PAGE_SIZES = (16, 32, 64, 128)
+from dspark_core.settings import PAGE_SIZES, CpuWeights, DtypeName, Settings, setting
 
 
 class ServerConfig(Settings):

@@ -6,7 +6,7 @@ plainly wait until the request drafts again, or until they fill a page, which ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from server.request import Request
 
 @dataclass(frozen=True)
 class Committed:
-    """Features [n, m * D] of consecutive committed tokens of a request, the first one's position, and their slots."""
+    """Consecutive committed tokens of a request: the first one's position, their slots, their features [n, m * D]."""
 
     position: int
     slots: list[int]
@@ -28,14 +28,9 @@ class Committed:
 
 
 class DeferredContext:
-    """Keeps features until their context is wanted.
+    """Keeps features until their context is wanted."""
 
-    Args:
-        drafter: whose context it is.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self) -> None:
         self._waiting: WeakKeyDictionary[Request, list[Committed]] = WeakKeyDictionary()
 
     def keep(self, request: Request, tokens: Committed) -> None:
@@ -43,20 +38,22 @@ class DeferredContext:
         own = Committed(tokens.position, tokens.slots, tokens.features.clone())
         self._waiting[request] = [*self._before(request, tokens.position), own]
 
-    def absorb(self, requests: Iterable[tuple[Request, int]], tokens: Iterable[Committed] = ()) -> None:
-        """Write what waits for some requests, up to a position of each, and the context of some more tokens."""
-        parts: list[Committed] = []
-        for request, position in requests:
-            parts += self._before(request, position)
-            self._waiting.pop(request, None)
-        parts += tokens
-        if parts:
-            positions = [part.position + i for part in parts for i in range(len(part.slots))]
-            slots = [slot for part in parts for slot in part.slots]
-            where = tensor_on(parts[0].features.device, [positions, slots])
-            self.drafter.absorb(torch.cat([part.features for part in parts]), where[0], where[1])
+    def take(self, request: Request, position: int) -> list[Committed]:
+        """What waits just before `position`, which is to be written now."""
+        waiting = self._before(request, position)
+        self._waiting.pop(request, None)
+        return waiting
 
     def _before(self, request: Request, position: int) -> list[Committed]:
-        """What waits just before `position`; what a request left that was pre-empted since is void."""
+        """What a request left that was pre-empted since is void."""
         waiting = self._waiting.get(request, [])
         return waiting if waiting and waiting[-1].position + len(waiting[-1].slots) == position else []
+
+
+def write_context(drafter: Drafter, parts: Sequence[Committed]) -> None:
+    """Give the draft the context of committed tokens."""
+    if parts:
+        positions = [part.position + i for part in parts for i in range(len(part.slots))]
+        slots = [slot for part in parts for slot in part.slots]
+        where = tensor_on(parts[0].features.device, [positions, slots])
+        drafter.absorb(torch.cat([part.features for part in parts]), where[0], where[1])

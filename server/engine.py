@@ -12,12 +12,12 @@ from torch import Tensor
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.errors import RequestError
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch, TargetModel
+from dspark_core.models.attention import FlatBatch, Segment
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
-from server.deferred import Committed, DeferredContext
+from server.deferred import Committed, DeferredContext, write_context
 from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back
 from server.logprobs import token_logprobs
@@ -81,7 +81,7 @@ class Engine:
             max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
         )
-        self.deferred = DeferredContext(self.drafter) if self.drafter else None
+        self.deferred = DeferredContext()
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
 
@@ -167,8 +167,6 @@ class Engine:
         self._clear(self.memory.take_fresh())
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
-        if self.deferred:
-            self.deferred.absorb((item.request, item.request.table.kv_len) for item in drafting)
         draft_round = self._round(drafting)
         draft_ids, verify_lens = self._draft(drafting, draft_round)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
@@ -193,6 +191,8 @@ class Engine:
         """Proposals [R, K] and how many of each request's are sent to the target: all that were drafted."""
         if draft_round is None or self.drafter is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), []
+        places = [(item.request, item.request.table.kv_len) for item in items]
+        write_context(self.drafter, [part for place in places for part in self.deferred.take(*place)])
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
@@ -235,31 +235,26 @@ class Engine:
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""
-        ready: list[tuple[Request, Committed]] = []
-        page_size = self.pool.page_size
+        ready: list[Committed] = []
         for index, item in enumerate(work):
             request, table = item.request, item.request.table
             if request.error:
                 continue
             size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
             size = min(size, request.pending)  # a text may end before the last draft that stands
-            keeps, span = self.scheduler.keeps_context(request), range(table.kv_len, table.kv_len + size)
-            slots = [
-                table.pages[p // page_size] * page_size + p % page_size for p in span
-            ]  # pages may be exchanged now
+            keeps, position = self.scheduler.keeps_context(request), table.kv_len
             self.memory.commit(table, request.tokens, size, draft_context=keeps)
             self.memory.rollback(table, len(request.tokens))
-            if not keeps or self.deferred is None or features is None:
+            if not keeps or features is None:
                 continue
-            first = layout.starts[index]
-            tokens = Committed(span.start, slots, features[first : first + size])
-            if item.num_tokens == 1 and not item.num_slots and span.stop % page_size:
+            rows = slice(layout.starts[index], layout.starts[index] + size)
+            tokens = Committed(position, layout.slots[rows], features[rows])
+            if item.num_tokens == 1 and not item.num_slots and table.kv_len % self.pool.page_size:
                 self.deferred.keep(request, tokens)
             else:
-                ready.append((request, tokens))
-        if self.deferred:
-            before = [(request, tokens.position) for request, tokens in ready]
-            self.deferred.absorb(before, [tokens for _, tokens in ready])
+                ready += [*self.deferred.take(request, position), tokens]
+        if self.drafter:
+            write_context(self.drafter, ready)
         for item in work:
             if item.request.finished:
                 self.scheduler.remove(item.request)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.devices import tensor_on
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch
+from dspark_core.models.attention import FlatBatch, Segment
 from server.scheduler import Work
 
 
@@ -21,11 +20,13 @@ class Layout:
     Attributes:
         batch: for the target. Rows of one request are its pending tokens, then the admitted drafts.
         starts: first row of each work item.
+        slots: of all rows, as the batch has them.
         logit_rows: [M] rows that decide something: from each deciding request's last pending token on.
     """
 
     batch: FlatBatch
     starts: list[int]
+    slots: list[int]
     logit_rows: Tensor
 
 
@@ -59,7 +60,7 @@ def lay_out(
         rows, requests, block_slots = tensor_on(device, list(zip(*drafted, strict=True)))
         token_ids[rows] = draft_ids[requests, block_slots]
     starts = [segment.start for segment in segments]
-    return Layout(FlatBatch(token_ids, places, targets, segments), starts, tensor_on(device, logit_rows))
+    return Layout(FlatBatch(token_ids, places, targets, segments), starts, slots, tensor_on(device, logit_rows))
 
 
 def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[list[int], list[list[int]]]:
@@ -72,14 +73,14 @@ def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[lis
     Returns:
         The first part, and the tokens that each request gets.
     """
-    values = torch.cat([*parts]).tolist()
-    first = parts[0].shape[0]
+    host = torch.cat([*parts]).cpu()
+    finite, draft_ids, *results = [part.tolist() for part in host.split([len(part) for part in parts])]
     emitted = []
     if drafted:
-        slots = parts[1].shape[0] // drafted
-        counts = values[first + slots * drafted :]
-        for index in range(drafted):
-            start, accepted, following = first + index * slots, counts[index], counts[drafted + index]
-            emitted.append([*values[start : start + accepted], following])
-    emitted += [[token] for token in values[len(values) - plain :]]
-    return values[:first], emitted
+        accepted, following, *results = results
+        slots = len(draft_ids) // drafted
+        for row, (count, token) in enumerate(zip(accepted, following, strict=True)):
+            emitted.append([*draft_ids[row * slots : row * slots + count], token])
+    if plain:
+        emitted += [[token] for token in results[0]]
+    return finite, emitted

@@ -22,7 +22,8 @@ from dspark_core.sampling import Filters, SamplingParams, draw, probabilities
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
-from server.policy import DraftPolicy, profile
+from server.policy import DraftPolicy
+from server.profile import profile
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dspark_core.draft.backbone import DraftModel
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch, TargetModel
+from dspark_core.models.attention import FlatBatch, Segment
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
 
 PAGE_SIZE = 16  # small, so that even short sequences cross pages

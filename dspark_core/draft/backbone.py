@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DraftConfig
 from dspark_core.draft.heads import ConfidenceHead, build_markov_head
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import FlatBatch
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm, empty_embedding
 from dspark_core.models.linear import never_int4, pack_linear
@@ -102,14 +100,12 @@ class DraftModel(nn.Module):
         self.runner.write_context(self.inject(features), positions, slots, pool)
 
     @torch.inference_mode()
-    def block_hidden(
-        self, block_ids: Tensor, positions: Tensor, slots: Tensor, segments: Sequence[Segment], pool: KVPool
-    ) -> Tensor:
+    def block_hidden(self, batch: FlatBatch, pool: KVPool) -> Tensor:
         """Backbone pass over the blocks of many requests, flat rows [N] to hidden states [N, D].
 
         The blocks' own keys and values go into the slots of the positions they predict from; they are dead after the
         round, when the features of the tokens committed there overwrite them.
         """
         assert self.runner is not None, "call prepare() first"
-        x, _ = self.runner(self.embed_tokens(block_ids), positions, slots, segments, pool)
+        x, _ = self.runner(self.embed_tokens(batch.token_ids), batch, pool)
         return self.norm(x)  # type: ignore[no-any-return]

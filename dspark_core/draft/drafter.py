@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark_core.devices import tensor_on
 from dspark_core.draft.backbone import DraftModel
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.kv_cache import KVPool
 
 # (slot, logits [R, V] float32, draft_ids [R, slot] chosen before) to token ids [R]
@@ -89,8 +89,8 @@ class Drafter:
             ids += [block.anchor_id, *[model.config.mask_token_id] * (len(span) - 1)]
             positions += span
             slots += [block.pages[p // size] * size + p % size for p in span]
-        block_ids, places, targets = (tensor_on(model.device, v) for v in (ids, positions, slots))
-        flat = model.block_hidden(block_ids, places, targets, segments, self.pool)
+        block_ids, places, targets = tensor_on(model.device, [ids, positions, slots])
+        flat = model.block_hidden(FlatBatch(block_ids, places, targets, segments), self.pool)
         longest = max(block.num_slots for block in blocks)
         if len(ids) == longest * len(blocks):
             return flat.view(len(blocks), longest, -1)

@@ -33,8 +33,13 @@ STRIDE = PANEL * 4  # bytes of a row of a float32 panel
 RUNS_PER_THREAD = 4
 
 
-def _panel_product(kind: int, stride: int) -> Any:
+# Bytes from k to k of a panel, or from group to group.
+W_STRIDE = {kind: size if kind in GROUPED else size // GROUP for kind, size in GROUP_BYTES.items()}
+
+
+def _panel_product(kind: int) -> Any:
     """x [rows, count] times one panel of a kind into `out` [rows, PANEL]; addresses, strides in bytes."""
+    stride = W_STRIDE[kind]
 
     def multiply(x, x_stride, w, out, rows, count):
         done = 0
@@ -77,13 +82,12 @@ def _finish(sums, out, bias, residual, rows, outputs, first):
             target[c] = sums[r, c]
 
 
-_multiply_float32 = _panel_product(FLOAT32, STRIDE)
+_PANEL_PRODUCTS = {kind: _panel_product(kind) for kind in GROUP_BYTES}
 
 
 def _kernel(kind: int) -> Kernel:
-    group_bytes = GROUP_BYTES[kind]
-    stride = group_bytes if kind in GROUPED else group_bytes // GROUP
-    multiply, multiply_float32 = _panel_product(kind, stride), _multiply_float32
+    group_bytes, stride = GROUP_BYTES[kind], W_STRIDE[kind]
+    multiply, multiply_float32 = _PANEL_PRODUCTS[kind], _PANEL_PRODUCTS[FLOAT32]
 
     def matmul(a):
         tasks, x, x_stride, w, bias, residual, out, rows, count, outputs = (

@@ -38,6 +38,21 @@ class Segment:
         return self.limit + self.count - 1 if self.causal else self.limit
 
 
+@dataclass(frozen=True)
+class FlatBatch:
+    """Tokens of many requests in one row, each with its place.
+
+    Attributes:
+        token_ids, positions, slots: [N] int64; `slots` are where the rows' keys and values go in the pool.
+        segments: which rows belong together and what they see; they cover 0..N in order.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    segments: Sequence[Segment]
+
+
 class PagedAttend:
     """Writes a layer's keys and values into the pool, then attends: request by request, over a copy of its pages."""
 
@@ -70,18 +85,14 @@ def _pages_and_mask(segment: Segment, pool: KVPool) -> tuple[Tensor, Tensor]:
     return torch.tensor([*segment.pages[:used]], device=device), visible
 
 
-def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[Tensor, Tensor]:
-    """Work list of the attention kernels, and the page tables that it names.
-
-    Returns:
-        tiles [T, TILE_FIELDS] int64, and the page tables one after the other, int64.
-    """
-    tiles: list[tuple[int, int, int, int, int]] = []
+def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[list[list[int]], list[int]]:
+    """Work list of the attention kernels, tiles of TILE_FIELDS numbers, and the page tables one after the other."""
+    tiles: list[list[int]] = []
     pages: list[int] = []
     for segment in segments:
         step, table = int(segment.causal), len(pages)
         for first in range(0, segment.count, TILE_ROWS):
             size = min(TILE_ROWS, segment.count - first)
-            tiles.append((segment.start + first, size, segment.limit + step * first, step, table))
+            tiles.append([segment.start + first, size, segment.limit + step * first, step, table])
         pages += segment.pages[: segment.last_limit // page_size + 1]
-    return torch.tensor(tiles), torch.tensor(pages)
+    return tiles, pages

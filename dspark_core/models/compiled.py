@@ -13,7 +13,7 @@ from dspark_core.kernels.attention import ATTEND
 from dspark_core.kernels.launch import Program
 from dspark_core.kernels.matmul import MATMUL, runs_of
 from dspark_core.kernels.pointwise import COPY_COLUMNS, RMS_NORM, ROTATE_AND_STORE, SILU_MUL, row_tasks
-from dspark_core.models.attention import Segment, tiles_of
+from dspark_core.models.attention import FlatBatch, tiles_of
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer
 from dspark_core.models.linear import pack_linear
@@ -80,16 +80,10 @@ class CompiledLayers:
         self._programs: dict[tuple[int, ...], Program] = {}
 
     def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        pool: KVPool,
-        tap: Sequence[int] = (),
+        self, x: Tensor, batch: FlatBatch, pool: KVPool, tap: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         config, rows = self.config, x.shape[0]
-        tiles, pages = tiles_of(segments, pool.page_size)
+        tiles, pages = (torch.tensor(part) for part in tiles_of(batch.segments, pool.page_size))
         features = x.new_empty(rows, len(tap) * config.hidden_size) if tap else None
         heads = config.num_heads * config.head_dim
         buffers = {
@@ -100,7 +94,7 @@ class CompiledLayers:
             "gated": x.new_empty(rows, config.intermediate_size),
         }
         self._program(tuple(tap)).run(
-            self._common(rows, positions, slots, pool)
+            self._common(rows, batch.positions, batch.slots, pool)
             | {name: buffer.data_ptr() for name, buffer in buffers.items()}
             | {
                 "x": x.data_ptr(),

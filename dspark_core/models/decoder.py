@@ -9,28 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import FlatBatch
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer, RMSNorm, empty_embedding
 from dspark_core.models.linear import never_int4, pack_linear, stored_as
 from dspark_core.models.rope import Rotary
 from dspark_core.models.runner import LayerRunner, make_runner
 from dspark_core.settings import CpuWeights
-
-
-@dataclass(frozen=True)
-class FlatBatch:
-    """Tokens of many requests in one row, each with its place.
-
-    Attributes:
-        token_ids, positions, slots: [N] int64; `slots` are where the rows' keys and values go in the pool.
-        segments: which rows belong together and what they see; they cover 0..N in order.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    segments: Sequence[Segment]
 
 
 @dataclass(frozen=True)
@@ -95,6 +80,6 @@ class TargetModel(nn.Module):
         """
         assert self.runner is not None, "call prepare() first"
         x = self.embed_tokens(batch.token_ids)
-        x, features = self.runner(x, batch.positions, batch.slots, batch.segments, pool, tap)
+        x, features = self.runner(x, batch, pool, tap)
         rows = x if logit_rows is None else x[logit_rows]
         return TargetOutput(self.lm_head(self.norm(rows)).float(), features)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark_core.models.attention import PagedAttend, Segment
+from dspark_core.models.attention import FlatBatch, PagedAttend
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer
 from dspark_core.models.rope import Rotary
@@ -24,15 +24,9 @@ class EagerLayers:
         self.weight_bytes = {kind: sum(p.nbytes for layer in layers for p in layer.parameters())}
 
     def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        pool: KVPool,
-        tap: Sequence[int] = (),
+        self, x: Tensor, batch: FlatBatch, pool: KVPool, tap: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        return self.run(x, positions, PagedAttend(segments, pool, slots), tap)
+        return self.run(x, batch.positions, PagedAttend(batch.segments, pool, batch.slots), tap)
 
     def run(self, x: Tensor, positions: Tensor, attend: Attend, tap: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """All layers, whatever attends."""

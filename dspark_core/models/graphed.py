@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark_core.devices import tensor_on
 from dspark_core.kernels import TILE_FIELDS
-from dspark_core.models.attention import Segment, tiles_of
+from dspark_core.models.attention import FlatBatch, Segment, tiles_of
 from dspark_core.models.eager import EagerLayers
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.triton_attention import attend as triton_attend
@@ -36,13 +36,9 @@ class TritonAttend:
 
 @dataclass
 class _Graph:
-    """A recorded step: where it reads, where it writes, and how to run it again."""
+    """A recorded step: where it reads (rows, positions, slots, tiles, tables), how to run it again, where it writes."""
 
-    x: Tensor
-    positions: Tensor
-    slots: Tensor
-    tiles: Tensor
-    tables: Tensor
+    inputs: list[Tensor]
     replay: Replay
     hidden: Tensor
     features: Tensor | None
@@ -76,46 +72,36 @@ class GraphedLayers:
         self._graphs: dict[tuple[object, ...], _Graph] = {}
 
     def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        pool: KVPool,
-        tap: Sequence[int] = (),
+        self, x: Tensor, batch: FlatBatch, pool: KVPool, tap: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        rows = x.shape[0]
+        rows, segments = x.shape[0], batch.segments
         size = next((count for count in GRAPH_ROWS if count >= rows), rows)
         if size > rows:
             # Rows like the last one, which write what it writes.
             last = segments[-1]
             segments = [*segments, Segment(rows, size - rows, last.last_limit, last.pages, causal=False)]
-        tiles, tables = (tensor.tolist() for tensor in tiles_of(segments, pool.page_size))
+        tiles, tables = tiles_of(segments, pool.page_size)
         if rows > GRAPH_ROWS[-1]:
-            attend = TritonAttend(tensor_on(x.device, tiles), tensor_on(x.device, tables), pool, slots)
-            return self.layers.run(x, positions, attend, tap)
+            attend = TritonAttend(tensor_on(x.device, tiles), tensor_on(x.device, tables), pool, batch.slots)
+            return self.layers.run(x, batch.positions, attend, tap)
         # Every row may be a tile of its own; a tile of no rows does nothing.
         tiles += [[0] * TILE_FIELDS] * (size - len(tiles))
         tables += [0] * ((1 << (len(tables) - 1).bit_length()) - len(tables))
-        inputs = [
-            _padded(x, size), _padded(positions, size), _padded(slots, size), tensor_on(x.device, tiles),
-            tensor_on(x.device, tables),
-        ]  # fmt: skip
+        inputs = [_padded(part, size) for part in (x, batch.positions, batch.slots)]
+        inputs += [tensor_on(x.device, numbers) for numbers in (tiles, tables)]
         key = (size, len(tables), tuple(tap), pool.keys.data_ptr())
         if key not in self._graphs:
-            self._graphs[key] = self._record(inputs, pool, tap)
+            self._graphs[key] = self._record([part.clone() for part in inputs], pool, tap)
         graph = self._graphs[key]
-        places = (graph.x, graph.positions, graph.slots, graph.tiles, graph.tables)
-        for place, value in zip(places, inputs, strict=True):
+        for place, value in zip(graph.inputs, inputs, strict=True):
             place.copy_(value)
         graph.replay()
         return graph.hidden[:rows], None if graph.features is None else graph.features[:rows]
 
-    def _record(self, inputs: Sequence[Tensor], pool: KVPool, tap: Sequence[int]) -> _Graph:
-        x, positions, slots, tiles, tables = (tensor.clone() for tensor in inputs)
+    def _record(self, inputs: list[Tensor], pool: KVPool, tap: Sequence[int]) -> _Graph:
+        x, positions, slots, tiles, tables = inputs
         attend = TritonAttend(tiles, tables, pool, slots)
-        replay, hidden, features = self.record(lambda: self.layers.run(x, positions, attend, tap))
-        return _Graph(x, positions, slots, tiles, tables, replay, hidden, features)
+        return _Graph(inputs, *self.record(lambda: self.layers.run(x, positions, attend, tap)))
 
     def write_context(self, x: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
         self.layers.write_context(x, positions, slots, pool)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dspark_core.config import DecoderConfig
 from dspark_core.devices import tensor_on
+from dspark_core.settings import PAGE_SIZES
 
 ALIGNMENT = 64  # bytes
-PAGE_SIZES = (16, 32, 64, 128)  # whole vectors of keys
 
 
 class KVPool:

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import FlatBatch
 from dspark_core.models.eager import EagerLayers
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer
@@ -33,13 +33,7 @@ class LayerRunner(Protocol):
     weight_bytes: dict[str, int]
 
     def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        pool: KVPool,
-        tap: Sequence[int] = (),
+        self, x: Tensor, batch: FlatBatch, pool: KVPool, tap: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs [N, D] of the last layer, and of the tapped ones side by side [N, m * D]; writes keys and values.
 
@@ -47,8 +41,7 @@ class LayerRunner(Protocol):
 
         Args:
             x: [N, D] inputs of the first layer, which may be overwritten.
-            positions, slots: [N] int64, places in the text and in the pool.
-            segments: which rows belong together; they cover 0..N in order.
+            batch: where the rows stand and what they see.
             tap: layer ids; -1 is the input.
         """
         ...

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from dspark_core.checkpoint.files import write_atomically
 from dspark_core.errors import CheckpointError
 from dspark_core.keys import Keys
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch, TargetModel
+from dspark_core.models.attention import FlatBatch, Segment
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.train.data import Example
 

@@ -17,8 +17,8 @@ from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DecoderConfig
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Drafter
-from dspark_core.models.attention import Segment
-from dspark_core.models.decoder import FlatBatch, TargetModel
+from dspark_core.models.attention import FlatBatch, Segment
+from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine, EngineParts

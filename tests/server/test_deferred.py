@@ -70,7 +70,7 @@ def test_shared_pages_have_their_context() -> None:
     second = oracle(4, lambda request: plain_text(longer))
     second.pool = first.drafter.pool  # type: ignore[union-attr]
     second.attach(first)
-    first.drafter = first.deferred.drafter = second  # type: ignore[assignment, union-attr]
+    first.drafter = second  # type: ignore[assignment]
     first.scheduler.choose_lens = None
     (again,) = run(first, [(longer, RequestParams(GREEDY, max_tokens=20))])
     assert again.request.speculation.accepted, "and its context was checked on the way"

@@ -19,7 +19,7 @@ from torch import Tensor
 from dspark_core.checkpoint.load import load_draft, load_target
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
-from dspark_core.models.attention import Segment
+from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.decoder import TargetModel
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine, EngineParts
@@ -90,10 +90,10 @@ class Spy:
 
         return call
 
-    def __call__(self, x: Tensor, positions: Tensor, *others: Any) -> Any:
+    def __call__(self, x: Tensor, batch: FlatBatch, *others: Any) -> Any:
         """The layers."""
-        self.calls.setdefault("layers", []).append((x.clone(), positions))
-        return self.runner(x, positions, *others)
+        self.calls.setdefault("layers", []).append((x.clone(), batch.positions))
+        return self.runner(x, batch, *others)
 
     def take(self) -> dict[str, list[tuple[Any, ...]]]:
         calls, self.calls = self.calls, {}
@@ -167,7 +167,8 @@ def check_block(drafter: LastBlocks, draft: DraftModel, calls: dict[str, list[tu
     """One round: anchors x[p], masks, positions p + s, previous tokens, and how far each row sees."""
     blocks, drafted = drafter.blocks, drafter.drafts.draft_ids
     slots = drafted.shape[1]
-    ((ids, positions, places, segments, _),) = calls["block_hidden"]
+    ((batch, _),) = calls["block_hidden"]
+    ids, positions, places, segments = batch.token_ids, batch.positions, batch.slots, batch.segments
     start = 0
     for row, block in enumerate(blocks):
         p, rows = block.position, slice(start, start + block.num_slots)

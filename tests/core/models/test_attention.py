@@ -45,7 +45,7 @@ def attend(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: in
     """By the kernel."""
     rows = torch.cat((queries.flatten(1), torch.full((len(queries), 20), torch.nan)), 1)  # keys and values follow
     out, scale = torch.empty(len(queries), queries[0].numel()), torch.tensor([queries.shape[-1] ** -0.5])
-    tiles, tables = tiles_of(segments, pool.page_size)
+    tiles, tables = (torch.tensor(part) for part in tiles_of(segments, pool.page_size))
     kv_heads = pool.keys.shape[2]
     ATTEND(
         len(tiles) * kv_heads, rows.data_ptr(), rows.stride(0) * 4, out.data_ptr(), tiles.data_ptr(), tables.data_ptr(),
@@ -62,7 +62,7 @@ def readable(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: 
 
 def interpreted(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: int = 0) -> Tensor:
     """By the CUDA kernel, which Triton interprets."""
-    return triton_attend(queries, pool, layer, *tiles_of(segments, pool.page_size))
+    return triton_attend(queries, pool, layer, *map(torch.tensor, tiles_of(segments, pool.page_size)))
 
 
 def reference(segments: Sequence[Segment], queries: Tensor, pool: KVPool, layer: int = 0) -> Tensor:
