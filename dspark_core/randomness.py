@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-_Words = NDArray[np.uint64]
+from dspark_core.kernels import have_kernels
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -65,24 +63,17 @@ def bits(keys: Tensor, *counters: Tensor | int) -> Tensor:
 
 def uniform(keys: Tensor, *counters: Tensor | int) -> Tensor:
     """Uniform float64 in [0, 1): the top 53 bits."""
-    if keys.device.type == "cpu":  # a few numbers at a time: NumPy's calls cost a fifth of torch's
-        state = keys.unsqueeze(-1).numpy().view(np.uint64)  # an array even if it is one number: those wrap silently
-        for counter in (0, *counters):
-            words = counter if isinstance(counter, int) else counter.unsqueeze(-1).numpy().view(np.uint64)
-            state = _mix_numpy(state, words)
-        return torch.from_numpy((state >> np.uint64(11)) * 2.0**-53).squeeze(-1)
     return _shift(bits(keys, *counters), 11).double() * 2.0**-53
 
 
-def _mix_numpy(x: _Words, counter: _Words | int) -> _Words:
-    """The same as `_mix`, in unsigned words."""
-    if isinstance(counter, int):
-        z = x + np.uint64((counter + 1) * _GOLDEN % (1 << 64))
-    else:
-        z = x + (counter + np.uint64(1)) * np.uint64(_GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX[0])
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX[1])
-    return z ^ (z >> np.uint64(31))
+def round_uniform(keys: Tensor, rounds: Tensor, purpose: Purpose, slots: int) -> Tensor:
+    """The numbers of slots 0, 1, ... of a round of requests: [R, slots] from keys and rounds [R]."""
+    if keys.device.type == "cpu" and have_kernels():  # torch takes 30 times as long for so few numbers
+        from dspark_core.kernels import sampling  # needs Numba
+
+        return sampling.uniform(keys, rounds, int(purpose), slots)
+    places = torch.arange(slots, device=keys.device)
+    return uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(purpose), places)
 
 
 def gumbel(keys: Tensor, *counters: Tensor | int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.devices import tensor_on
-from dspark_core.randomness import Purpose, gumbel, uniform
+from dspark_core.randomness import Purpose, gumbel, round_uniform
 from dspark_core.sampling import Filters, SamplingParams, argmax, draw, probabilities
 from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
 
@@ -60,7 +60,7 @@ class Round:
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
         self.penalties = {i: Penalties(s, device) for i, s in enumerate(sources) if s.params.penalised}
-        self.draft_u = torch.empty(len(self.ratio), 0, dtype=torch.float64, device=device)
+        self.draft_u = torch.empty(0, len(self.ratio), dtype=torch.float64, device=device)  # per slot
         self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
         self.noise: list[Tensor] = []  # per slot [len(coupled), V]
 
@@ -134,16 +134,14 @@ class Round:
 
     def _ratio(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.ratio_filters is not None
-        keys, rounds = self.ratio_keys, self.ratio_rounds
-        slots = torch.arange(draft_ids.shape[1], device=self.device)
         return verify_ratio(
             probabilities(logits, self.ratio_filters.rows(rows.owner)),
             draft_ids,
             self.draft_probs,
             rows.start,
             rows.lens,
-            accept_u=uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(Purpose.ACCEPT), slots),
-            residual_u=uniform(keys, rounds, int(Purpose.RESIDUAL), 0),
+            accept_u=self._uniform(Purpose.ACCEPT, draft_ids.shape[1]),
+            residual_u=self._uniform(Purpose.RESIDUAL, 1)[:, 0],
         )
 
     def _coupled(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
@@ -153,13 +151,15 @@ class Round:
         probs = probabilities(logits, self.coupled_filters.rows(rows.owner))
         return verify_choices(coupled_choices(probs, noise[rows.owner, rows.slot]), draft_ids, rows.start, rows.lens)
 
+    def _uniform(self, purpose: Purpose, slots: int) -> Tensor:
+        """[len(ratio), slots] numbers of this round."""
+        return round_uniform(self.ratio_keys, self.ratio_rounds, purpose, slots)
+
     def _draft_u(self, slot: int) -> Tensor:
-        """[len(ratio)] uniform numbers of a slot; made for many slots at once, since each call costs as much."""
-        while self.draft_u.shape[1] <= slot:
-            slots = torch.arange(self.draft_u.shape[1], self.draft_u.shape[1] + 16, device=self.device)
-            keys, rounds = self.ratio_keys.unsqueeze(-1), self.ratio_rounds.unsqueeze(-1)
-            self.draft_u = torch.cat((self.draft_u, uniform(keys, rounds, int(Purpose.DRAFT), slots)), -1)
-        return self.draft_u[:, slot].contiguous()
+        """[len(ratio)] numbers of a slot; made for many slots at once, since each call costs as much."""
+        if self.draft_u.shape[0] <= slot:
+            self.draft_u = self._uniform(Purpose.DRAFT, 2 * slot + 16).T.contiguous()
+        return self.draft_u[slot]
 
     def _noise(self, slot: int, vocab: int) -> Tensor:
         """[len(coupled), V] noise of the positions that `slot` predicts; made once, used by draft and target."""

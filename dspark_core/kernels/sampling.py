@@ -1,4 +1,4 @@
-"""Sampling over wide rows: softmax and drawing, a row a task."""
+"""Sampling: softmax of wide rows and drawing from them, a row a task, and the random numbers for it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,27 @@ def _draw(a):
         row = take(a)
 
 
+@njit(error_model="numpy")
+def _mix(x, counter):
+    """`dspark_core.randomness`, in int64, which wraps; its shift brings in the sign, which the masks take off."""
+    z = x + (counter + 1) * -0x61C8864680B583EB
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def _uniform(a):
+    keys, rounds, out, purpose, slots = integers(a[2]), integers(a[3]), doubles(a[4]), a[5], a[6]
+    row = take(a)
+    while row < a[1]:
+        state = _mix(_mix(_mix(keys[row], 0), rounds[row]), purpose)
+        for slot in range(slots):
+            out[row * slots + slot] = ((_mix(state, slot) >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
+        row = take(a)
+
+
 SOFTMAX = Kernel(_softmax)  # x, out, size of a row, temperatures or 0
+UNIFORM = Kernel(_uniform)  # int64 keys, int64 rounds, float64 out, purpose, slots
 DRAW = Kernel(_draw)  # weights, float64 numbers in [0, 1), int64 out, size of a row
 
 
@@ -137,4 +157,14 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     assert u.shape == weights.shape[:1], "a number for each row"
     out = torch.empty(len(u), dtype=torch.int64)
     DRAW(weights.shape[0], weights.data_ptr(), u.data_ptr(), out.data_ptr(), weights.shape[1])
+    return out
+
+
+def uniform(keys: Tensor, rounds: Tensor, purpose: int, slots: int) -> Tensor:
+    """`dspark_core.randomness.uniform` of keys and rounds [R], a purpose and slots 0, 1, ...: [R, slots]."""
+    assert keys.is_contiguous()
+    assert rounds.is_contiguous()
+    assert keys.shape == rounds.shape
+    out = torch.empty(len(keys), slots, dtype=torch.float64)
+    UNIFORM(len(keys), keys.data_ptr(), rounds.data_ptr(), out.data_ptr(), purpose, slots)
     return out

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dspark_core.randomness import Purpose, bits, derive_key, gumbel, uniform
+from dspark_core.randomness import Purpose, bits, derive_key, gumbel, round_uniform, uniform
 
 COUNT = 50_000
 # Seeded, so the tests below always see the same numbers; a sound generator fails one in 10 000 such tests.
@@ -143,9 +143,16 @@ def test_numbers_do_not_change_between_releases() -> None:
     assert derive_key("seed", 7, 0) == 4277653140880986261
 
 
-def test_a_few_numbers_take_another_way_to_the_same_bits() -> None:
-    keys, rounds = torch.tensor([derive_key(i) for i in range(6)]).unsqueeze(-1), torch.arange(2**33, 2**33 + 9)
-    words = bits(keys, rounds, 7, 2**62, torch.arange(9))
-    expected = ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
-    assert torch.equal(uniform(keys, rounds, 7, 2**62, torch.arange(9)), expected)
-    assert torch.equal(uniform(keys[0, 0], 3), ((bits(keys[0, 0], 3) >> 11) & (2**53 - 1)).double() * 2.0**-53)
+@pytest.mark.parametrize("purpose", Purpose)
+def test_numbers_of_a_round_come_from_their_key_round_purpose_and_slot(
+    purpose: Purpose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel on a CPU that compiles them, by torch elsewhere: the same bits."""
+    keys = torch.tensor([0, 2**63 - 1, *(derive_key(i) for i in range(4))])
+    rounds = torch.tensor([0, 2**40, 1, 2, 3, 2**33])
+    for slots in (0, 1, 7, 40):
+        expected = uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(purpose), torch.arange(slots))
+        assert torch.equal(round_uniform(keys, rounds, purpose, slots), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr("dspark_core.randomness.have_kernels", lambda: False)
+            assert torch.equal(round_uniform(keys, rounds, purpose, slots), expected)
