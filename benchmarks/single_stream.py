@@ -29,6 +29,7 @@ from benchmarks.common import (
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine
+from server.policy import LengthPolicy
 from server.request import Request, RequestParams
 
 
@@ -99,31 +100,31 @@ def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
     """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2."""
     assert engine.drafter is not None
     tallies = {way: Tally() for way in ("full", "plain", "auto")}
-    auto, real, script = engine.scheduler.choose_lens, engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
+    auto, real, script = engine.policy, engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
     for item in load_prompts():
         greedy = {"sampling": SamplingParams(temperature=0), "max_tokens": max_tokens}
         answered = run(engine, item["prompt"], RequestParams(**greedy, speculative=False), tallies["plain"])
         script.begin(len(answered.prompt_ids), answered.tokens[len(answered.prompt_ids) :])
         engine.drafter = script
         for way in ("full", "auto"):
-            engine.scheduler.choose_lens = auto if way == "auto" else None
+            engine.policy = auto if way == "auto" else LengthPolicy()
             again = run(engine, item["prompt"], RequestParams(**greedy), tallies[way])
             assert again.tokens == answered.tokens, "speculation changed a text"
         engine.drafter = real
-    engine.scheduler.choose_lens = auto
+    engine.policy = auto
     return _row(*tallies.values())
 
 
 def measure(engine: Engine, temperature: float, max_tokens: int) -> dict[str, dict[str, float]]:
     """Every prompt decoded in all ways in turn; figures by domain and over all."""
     tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
-    auto = engine.scheduler.choose_lens
+    auto = engine.policy
     for item in load_prompts():
         for way in ("full", "plain", "auto"):
             params = RequestParams(SamplingParams(temperature=temperature), max_tokens, speculative=way != "plain")
-            engine.scheduler.choose_lens = auto if way == "auto" else None
+            engine.policy = auto if way == "auto" else LengthPolicy()
             run(engine, item["prompt"], params, tallies[item["domain"], way])
-    engine.scheduler.choose_lens = auto
+    engine.policy = auto
     domains = sorted({domain for domain, _ in tallies})
     rows = {domain: _row(*(tallies[domain, way] for way in ("full", "plain", "auto"))) for domain in domains}
     rows["mean"] = {key: sum(row[key] for row in rows.values()) / len(rows) for key in rows[domains[0]]}

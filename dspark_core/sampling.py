@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from dspark_core.kernels import have_kernels
 # Below this, dividing by the temperature only loses digits: it is greedy decoding.
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
+Regime = Literal["greedy", "ratio", "coupled"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
 RANKED_SIZES = (1024, 8192)
 MAX_TOP_K = 2**31  # more than any vocabulary; larger integers fit no tensor
 
@@ -67,6 +69,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def regime(self) -> Regime:
+        """The rule that decides which drafts stand: drafts are accepted at another rate under each."""
+        return "greedy" if self.greedy else "ratio" if self.seed is None else "coupled"
 
     @property
     def penalised(self) -> bool:

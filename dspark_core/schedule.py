@@ -1,58 +1,107 @@
-"""How many tokens to draft for each request: as many as pay, by the measured cost of steps.
+"""How far to draft and to verify: as far as pays, by the measured cost of steps.
 
-Decided before drafting from earlier rounds alone, so that it cannot depend on what a draft turns out to be: the output
-distribution stays the target's whatever is chosen (paper §5.2).
+Verified is what is admitted; the admission of a draft token never depends on that token or on one after it, so that
+the output distribution stays the target's (paper, appendix A). `choose_draft_lens` decides before anything is drafted,
+from earlier rounds alone (paper §5.2); `choose_verify_lens` decides by the confidence of today's block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_core.step_cost import CostCurves
+
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Seconds that steps take, as measured.
+class _Path:
+    """Draft slots in the order in which they are admitted: by survival, and equal ones by request and slot."""
 
-    Attributes:
-        tokens, verify: B and the seconds of the target's pass over B tokens, ascending in B.
-        requests, first_slot, all_slots: R and the seconds of drafting one slot, or all `draft_len`, for R requests.
-        draft_len: slots of a whole block.
+    owner: Ints
+    gain: Floats
+
+    @classmethod
+    def of(cls, survival: Floats, limits: Sequence[int]) -> _Path:
+        num_requests, num_slots = survival.shape
+        allowed = np.arange(num_slots) < np.asarray(limits)[:, None]
+        owner, gain = np.repeat(np.arange(num_requests), num_slots)[allowed.ravel()], survival[allowed]
+        # Stable: confidence saturates to exactly 1, and a tie must not put a slot before the one it builds on.
+        order = np.argsort(-gain, kind="stable")
+        return cls(owner[order], gain[order])
+
+    def tokens(self, others: float) -> Floats:
+        """Expected tokens of the step, after none, one, two ... admissions."""
+        return others + np.concatenate(([0.0], np.cumsum(self.gain)))
+
+    def lens(self, count: int, num_requests: int) -> list[int]:
+        """Lengths of all requests once `count` slots are admitted."""
+        return cast(list[int], np.bincount(self.owner[:count], minlength=num_requests).tolist())
+
+
+def choose_verify_lens(
+    survival: Floats,
+    limits: Sequence[int],
+    seconds: Floats,
+    *,
+    others: float = 0,
+    expected: Floats | None = None,
+    corners: Sequence[int] = (),
+) -> list[int]:
+    """Verify lengths by Algorithm 1 of the paper: admit by survival while tokens per second rise, then stop.
+
+    Real curves are jagged (two tokens may cost more than eight), and the first fall may be no reason to stop. With
+    `expected` it is one only if no later place is better either, as far as earlier rounds tell: whether a token is
+    admitted still depends on nothing but earlier rounds and the survival of slots up to it.
+
+    Args:
+        survival: [R, K] probability that the drafts up to a slot are all accepted, not rising along a row.
+        limits: [R] slots that were drafted.
+        seconds: [sum(limits) + 1] of the step with so many draft tokens admitted (1 / SPS of B = R + admitted).
+        others: tokens that the step gives besides one for each of these requests.
+        expected: [sum(limits)] survival of the slots by rank, from earlier rounds; None looks no further than one slot.
+        corners: numbers of admitted tokens to look ahead to.
     """
-
-    tokens: Sequence[int]
-    verify: Sequence[float]
-    requests: Sequence[int]
-    first_slot: Sequence[float]
-    all_slots: Sequence[float]
-    draft_len: int
-
-    def verify_seconds(self, tokens: Floats) -> Floats:
-        """Of passes over so many tokens; between and beyond what was measured on straight lines."""
-        return _line(tokens, self.tokens, self.verify)
-
-    def draft_seconds(self, requests: Floats, slots: Floats) -> Floats:
-        """Of drafting so many slots in all for so many requests (0 for none)."""
-        some = np.maximum(requests, 1)
-        first, whole = _line(some, self.requests, self.first_slot), _line(some, self.requests, self.all_slots)
-        share = (slots / some - 1) / max(self.draft_len - 1, 1)
-        return np.where(requests > 0, first + (whole - first) * share, 0.0)
+    path = _Path.of(survival, limits)
+    tokens = path.tokens(len(survival) + others)
+    rate = tokens / seconds
+    onward = rate[1:]
+    ahead = np.array([corner for corner in corners if corner < len(seconds)], np.int64)
+    if expected is not None and len(ahead) and len(onward):
+        total = np.concatenate(([0.0], np.cumsum(expected)))
+        hoped = (tokens[:-1, None] + total[ahead] - total[: len(onward), None]) / seconds[ahead]
+        hoped[np.arange(len(onward))[:, None] >= ahead] = 0
+        onward = np.maximum(onward, hoped.max(-1))
+    stops = np.flatnonzero(onward <= rate[:-1])
+    return path.lens(int(stops[0]) if len(stops) else len(path.gain), len(survival))
 
 
-def _line(x: Floats, places: Sequence[int], values: Sequence[float]) -> Floats:
-    found = np.interp(x, places, values)
-    if len(places) > 1:
-        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
-        found = found + np.maximum(x - places[-1], 0) * max(slope, 0.0)
-    return found
+def admit_best(survival: Floats, limits: Sequence[int], budget: int) -> list[int]:
+    """Verify lengths that share a budget fixed before drafting: the slots most likely to survive (paper §5.2)."""
+    return _Path.of(survival, limits).lens(budget, len(survival))
 
 
-def choose_draft_lens(survival: Floats, limits: Sequence[int], cost: StepCost, *, other_tokens: int = 0) -> list[int]:
+def admit_above(survival: Floats, limits: Sequence[int], threshold: float) -> list[int]:
+    """Verify lengths under a static threshold: slots that survive with at least this probability."""
+    allowed = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
+    return cast(list[int], np.logical_and.accumulate(allowed & (survival >= threshold), -1).sum(-1).tolist())
+
+
+def choose_draft_lens(
+    survival: Floats,
+    limits: Sequence[int],
+    cost: CostCurves,
+    *,
+    others: int = 0,
+    prefill_tokens: int = 0,
+    draft_factor: float = 1.0,
+) -> list[int]:
     """Draft slots of each request, which together bring the most tokens a second.
 
     Slots are admitted in order of their expected survival, as in Algorithm 1; but the whole curve is searched, for real
@@ -62,22 +111,19 @@ def choose_draft_lens(survival: Floats, limits: Sequence[int], cost: StepCost, *
         survival: [R, K] expected probability that the draft at a slot is accepted, not rising along a row.
         limits: [R] most slots of each request.
         cost: of steps.
-        other_tokens: tokens of requests that do not draft, in the same pass.
+        others: requests that do not draft, in the same pass.
+        prefill_tokens: of prompts, in the same pass.
+        draft_factor: what the seconds of a step are to be multiplied by if somebody drafts in it.
     """
-    num_requests, num_slots = survival.shape
-    allowed = np.arange(num_slots) < np.asarray(limits)[:, None]
-    owner = np.repeat(np.arange(num_requests), num_slots)[allowed.ravel()]
-    value = survival[allowed]
-    order = np.argsort(-value, kind="stable")  # equal along a row stays in the order of slots
-    owner, value = owner[order], value[order]
-    admitted = np.arange(len(owner) + 1, dtype=np.float64)
-    first_of_owner = np.zeros(len(owner))
-    first_of_owner[np.unique(owner, return_index=True)[1]] = 1
+    path, num_requests = _Path.of(survival, limits), len(survival)
+    admitted = np.arange(len(path.owner) + 1, dtype=np.float64)
+    first_of_owner = np.zeros(len(path.owner))
+    first_of_owner[np.unique(path.owner, return_index=True)[1]] = 1
     drafting = np.concatenate(([0.0], np.cumsum(first_of_owner)))
-    tokens = num_requests + other_tokens + np.concatenate(([0.0], np.cumsum(value)))
-    seconds = cost.verify_seconds(num_requests + other_tokens + admitted) + cost.draft_seconds(drafting, admitted)
-    best = int(np.argmax(tokens / seconds))
-    return np.bincount(owner[:best], minlength=num_requests).tolist()  # type: ignore[no-any-return]
+    batch_tokens = num_requests + others + prefill_tokens + admitted
+    seconds = cost.verify_seconds(batch_tokens) + cost.draft_seconds(drafting, admitted)
+    seconds[1:] *= draft_factor
+    return path.lens(int(np.argmax(path.tokens(num_requests + others) / seconds)), num_requests)
 
 
 class Acceptance:
@@ -89,17 +135,17 @@ class Acceptance:
     """
 
     def __init__(self, draft_len: int, memory: float) -> None:
-        self.accepted, self.decided = np.zeros(draft_len), np.zeros(draft_len)
+        self.stood, self.reached = np.zeros(draft_len), np.zeros(draft_len)
         self._keep = float(np.exp(-1 / memory))
 
-    def observe(self, decided: int, accepted: int) -> None:
-        """A round in which the first `decided` slots were judged and the first `accepted` of them stand."""
-        self.accepted *= self._keep
-        self.decided *= self._keep
-        self.accepted[:accepted] += 1
-        self.decided[:decided] += 1
+    def observe(self, reached: Sequence[float] | Floats, stood: Sequence[float] | Floats) -> None:
+        """A round: for its first slots, whether (or how probably) each was reached, and whether it stands."""
+        self.stood *= self._keep
+        self.reached *= self._keep
+        self.stood[: len(stood)] += stood
+        self.reached[: len(reached)] += reached
 
     def rates(self, prior: Floats | float, weight: float) -> Floats:
         """[K] estimates; `prior` counts as `weight` rounds."""
-        rates: Floats = (self.accepted + prior * weight) / (self.decided + weight)
+        rates: Floats = (self.stood + prior * weight) / (self.reached + weight)
         return rates

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Literal
 
 from pydantic import field_validator
@@ -37,10 +39,17 @@ class ServerConfig(Settings):
     draft_len: int | None = setting(
         None, "engine", "tokens drafted per round (K); unset: as many as the draft was trained for", ge=1
     )
-    verify: Literal["auto", "full"] = setting(
+    verify: str = setting(
         "auto",
         "engine",
-        "auto: draft and verify as far as earlier rounds say it pays, or not at all; full: whole blocks",
+        "auto: draft and verify as far as pays, or not at all; full: whole blocks; off: draft nothing; "
+        "N: so many tokens; threshold=X: what survives with this probability",
+    )
+    calibration: str | None = setting(
+        None, "engine", "calibration.json; unset: beside the draft or in the cache; off: raw confidence", min_length=1
+    )
+    step_cost: str | None = setting(
+        None, "engine", "step_cost.json; unset: beside the draft, else measured at start and kept", min_length=1
     )
     kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
     page_size: int = setting(64, "engine", "token positions in a page of KV")
@@ -62,3 +71,15 @@ class ServerConfig(Settings):
         if value not in PAGE_SIZES:
             raise ValueError(f"found {value}, expected one of {', '.join(map(str, PAGE_SIZES))}")
         return value
+
+    @field_validator("verify")
+    @classmethod
+    def _known_rule(cls, value: str) -> str:
+        kind, _, number = value.partition("=")
+        if value in ("auto", "full", "off") or (value.isascii() and value.isdecimal() and int(value) > 0):
+            return value
+        if kind == "threshold" and re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", number):
+            with contextlib.suppress(ValueError):
+                if 0 < float(number) <= 1:
+                    return value
+        raise ValueError(f"found {value}, expected auto, full, off, a number of tokens, or threshold=X with X up to 1")

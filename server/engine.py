@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.draft.drafter import DraftBlock, Drafter
-from dspark_core.errors import RequestError
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
@@ -19,13 +19,14 @@ from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
 from server.deferred import Committed, DeferredContext, write_context
 from server.kv import KVMemory
-from server.layout import Layout, lay_out, read_back
+from server.layout import Layout, lay_out, read_back, step_outcome
+from server.limits import check_limits
 from server.logprobs import token_logprobs
+from server.policy import Floats, LengthPolicy, RoundOutcome
 from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
 
 Outcome = tuple[Request, Delta]
-TOO_LONG = "context_length_exceeded"
 
 
 @dataclass
@@ -81,9 +82,19 @@ class Engine:
             max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
         )
+        self.observers: list[Callable[[RoundOutcome], None]] = []
         self.deferred = DeferredContext()
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
+
+    @property
+    def policy(self) -> LengthPolicy:
+        """How far drafts go; may be exchanged between steps."""
+        return self.scheduler.policy
+
+    @policy.setter
+    def policy(self, policy: LengthPolicy) -> None:
+        self.scheduler.policy = policy
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +106,7 @@ class Engine:
         Raises:
             RequestError: empty prompt, ids outside the vocabulary, a stop id outside it, too long.
         """
-        self._check(prompt_ids, params)
+        check_limits(prompt_ids, params, vocab_size=self.vocab_size, limit=self.max_model_len)
         room = self.max_model_len - len(prompt_ids)
         self._num_requests += 1
         sampling = params.sampling
@@ -111,29 +122,6 @@ class Engine:
             key=key,
             detokenizer=self.tokenizer.detokenizer(),
         )
-
-    def _check(self, prompt_ids: Sequence[int], params: RequestParams) -> None:
-        limit, size = self.max_model_len, len(prompt_ids)
-        if not prompt_ids:
-            raise RequestError("the prompt is empty, expected at least one token", "prompt")
-        for field_name, ids in (("prompt_ids", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
-            if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
-                expected = f"expected 0 to {self.vocab_size - 1}"
-                raise RequestError(f"{field_name}: {bad[0]} is outside the vocabulary, {expected}", field_name)
-        if size >= limit:
-            raise RequestError(
-                f"the prompt has {size} tokens, expected at most {limit - 1}: the context holds {limit} tokens, "
-                "prompt and completion together",
-                "prompt",
-                TOO_LONG,
-            )
-        if params.max_tokens is not None and size + params.max_tokens > limit:
-            raise RequestError(
-                f"max_tokens is {params.max_tokens} with a prompt of {size} tokens, {size + params.max_tokens} in all; "
-                f"the context holds {limit}",
-                "max_tokens",
-                TOO_LONG,
-            )
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -161,6 +149,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Run every scheduled request once: schedule, draft, verify, deliver, commit."""
+        started = time.perf_counter()
         work = sorted(self.scheduler.schedule(), key=lambda item: (item.num_slots == 0, not item.decides))
         if not work:
             return []
@@ -168,7 +157,7 @@ class Engine:
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round = self._round(drafting)
-        draft_ids, verify_lens = self._draft(drafting, draft_round)
+        draft_ids, verify_lens, confidence = self._draft(drafting, draft_round)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
@@ -181,16 +170,18 @@ class Engine:
             parts.append(plain_round.verify(output.logits[rows:], nothing, [0] * len(plain)).next_ids)
         finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
         outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
+        self._observe(drafting, verify_lens, confidence)
         self._commit(work, layout, emitted, output.features)
+        self.policy.observe_step(step_outcome(work, len(drafting), layout, time.perf_counter() - started))
         return outcomes
 
     def _round(self, items: Sequence[Work]) -> Round | None:
         return Round([item.request.source() for item in items], self.target.device) if items else None
 
-    def _draft(self, items: Sequence[Work], draft_round: Round | None) -> tuple[Tensor, list[int]]:
-        """Proposals [R, K] and how many of each request's are sent to the target: all that were drafted."""
+    def _draft(self, items: Sequence[Work], draft_round: Round | None) -> tuple[Tensor, list[int], Floats | None]:
+        """Proposals [R, K], how many of each request's are sent to the target, and confidence logits if wanted."""
         if draft_round is None or self.drafter is None:
-            return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), []
+            return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), [], None
         places = [(item.request, item.request.table.kv_len) for item in items]
         write_context(self.drafter, [part for place in places for part in self.deferred.take(*place)])
         blocks = [
@@ -198,7 +189,11 @@ class Engine:
             for item in items
         ]
         drafts = self.drafter.draft(blocks, draft_round.choose)
-        return drafts.draft_ids, [item.num_slots for item in items]
+        confidence = None
+        if drafts.confidence_logits is not None and (self.policy.reads_confidence or self.observers):
+            confidence = drafts.confidence_logits.cpu().double().numpy()
+        lens = self.policy.admit([i.request for i in items], [i.num_slots for i in items], confidence)
+        return drafts.draft_ids, lens, confidence
 
     def _deliver(
         self,
@@ -232,6 +227,17 @@ class Engine:
             decided = accepted if taken < len(tokens) else min(accepted + 1, verified)
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
         return request.take_delta()
+
+    def _observe(self, items: Sequence[Work], verify_lens: list[int], confidence: Floats | None) -> None:
+        """Tell who wants to know what became of each block."""
+        for row, item in enumerate(items):
+            if item.request.error:
+                continue
+            decided, accepted = item.request.decided_and_accepted[-1]
+            logits = None if confidence is None else confidence[row, : item.num_slots].tolist()
+            outcome = RoundOutcome(item.request, logits, item.num_slots, verify_lens[row], decided, accepted)
+            for observe in (self.policy.observe, *self.observers):
+                observe(outcome)
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""

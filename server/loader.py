@@ -22,8 +22,7 @@ from dspark_core.sampling import Filters, SamplingParams, draw, probabilities
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
-from server.policy import DraftPolicy
-from server.profile import profile
+from server.verification import Models, choose_policy
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +35,6 @@ WEIGHTS: dict[CpuWeights, str] = {
 }
 
 
-VERIFICATION = {
-    "auto": "as far as earlier rounds say it pays",
-    "full": "whole blocks",
-    "seeded": "whole blocks, for --seed asks for the same texts in every run",
-}
 # Tokens of a pass. More would make prompts no faster on a CPU, and keep the streams of others waiting longer.
 BATCHED_TOKENS = {True: 128, False: 2048}
 
@@ -56,8 +50,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     """
     device = find_device(config.device)
     dtype = find_dtype(config.dtype, device)
-    draft_folder = resolve_draft(config.ckpt) if with_draft else None
-    target_folder = resolve_target(config.target or _named_target(config.ckpt, draft_folder))
+    target_folder, draft_folder = locate(config, with_draft=with_draft)
     target = load_target(target_folder, dtype=dtype, device=device)
     tokenizer = Tokenizer.from_folder(target_folder)
     draft = load_draft(draft_folder, target, draft_len=config.draft_len) if draft_folder else None
@@ -94,14 +87,17 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     # The first request should not wait for what is compiled at its first use.
     scores, half = torch.zeros(1, 16, device=device), torch.full((1,), 0.5, dtype=torch.float64, device=device)
     draw(probabilities(scores, Filters.of([SamplingParams()], device)), half)
-    if drafter and _verification(config) == "auto":
-        engine.scheduler.choose_lens = DraftPolicy(profile(engine)).choose
+    if draft_folder:
+        models = Models.of(config, engine, target_folder, draft_folder)
+        engine.policy, told = choose_policy(config, engine, models)
+        engine.info |= told
     return engine
 
 
-def _verification(config: ServerConfig) -> str:
-    """What is in force: measured times must not decide which text a server with a seed gives."""
-    return "seeded" if config.verify == "auto" and config.seed is not None else config.verify
+def locate(config: ServerConfig, *, with_draft: bool = True) -> tuple[Path, Path | None]:
+    """Folders of target and draft, fetched if need be. Raises CheckpointError."""
+    draft = resolve_draft(config.ckpt) if with_draft else None
+    return resolve_target(config.target or _named_target(config.ckpt, draft)), draft
 
 
 def _named_target(ckpt: str, draft_folder: Path | None) -> str:
@@ -158,7 +154,7 @@ def _info(
     bitwise = target.runner is not None and target.runner.exact
     draft = {"draft": "none, plain decoding"}
     if parts.drafter:
-        draft = _draft_info(parts.drafter.model, draft_folder, VERIFICATION[_verification(config)])
+        draft = _draft_info(parts.drafter.model, draft_folder)
     return {
         "target": f"{target_folder.name} ({target.config.family}, {target.config.num_layers} layers)",
         **draft,
@@ -176,12 +172,11 @@ def _sizes(target: TargetModel) -> str:
     return ", ".join(f"{kind} ({size / 2**20:.0f} MiB)" for kind, size in target.weight_bytes.items())
 
 
-def _draft_info(draft: DraftModel, draft_folder: Path | None, verification: str) -> dict[str, str]:
+def _draft_info(draft: DraftModel, draft_folder: Path | None) -> dict[str, str]:
     config = draft.config
     confidence = "with a confidence head" if config.enable_confidence_head else "no confidence head"
     return {
         "draft": f"{draft_folder} ({config.decoder.num_layers} layers)",
         "head": f"{config.head_name}, {confidence}",
         "draft_len": str(config.draft_len),
-        "verification": verification,
     }

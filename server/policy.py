@@ -1,95 +1,117 @@
-"""Which requests draft in a step, and how far: what earlier rounds accepted, against what steps cost here."""
+"""How far requests draft and how far their drafts are verified: the choices a step leaves open.
+
+A policy is asked twice in a step. `plan` gives draft slots, before anything is drafted. `admit` gives verify lengths,
+when the block is there; the admission of a draft token must not depend on that token or on one after it (paper,
+appendix A), so all it may look at is the confidence of slots up to there, and earlier rounds. `observe` tells it what
+became of a round.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dspark_core.schedule import Acceptance, StepCost, choose_draft_lens
+from dspark_core.checkpoint.calibration import Calibration
+from dspark_core.schedule import admit_above
 from server.request import Request
 
-START = 0.6  # acceptance that a draft is trusted with before anything is known
-ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds
-OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
-# After so many steps in which somebody did not draft, one of those does for some rounds, with few slots: or nobody
-# would ever learn that drafts got better.
-EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS = 192, 4, 2
+Floats = NDArray[np.float64]
 
 
-class DraftPolicy:
-    """Chooses draft lengths. Only earlier rounds enter: no text's distribution depends on it, and no text
-    at all of a request with a seed. (Which of the texts an unseeded one gets does: times differ from run to run.)
-
-    Args:
-        cost: of steps, as `server.profile` measures it.
-    """
-
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost
-        self._all = Acceptance(cost.draft_len, ALL_MEMORY)
-        self._observed = self._idle_steps = 0
-        self._answered: tuple[object, list[int]] | None = None
-        self._own: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
-
-    def choose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
-        """Draft slots of requests that decode in this step, at most `limits` (0: does not speculate)."""
-        records = [self._record(request) for request in requests]
-        drafting = [i for i, limit in enumerate(limits) if limit]
-        lens = [0] * len(limits)
-        if not drafting:
-            return lens
-        question = (self._observed, tuple(records), tuple(limits))
-        if self._answered is None or self._answered[0] != question:  # while nobody drafts, nothing new is learnt
-            self._answered = question, self._search(records, drafting, limits)
-        for i, length in zip(drafting, self._answered[1], strict=True):
-            lens[i] = length
-        self._explore([(records[i], i) for i in drafting if not lens[i]], lens, limits)
-        return lens
-
-    def _explore(self, idle: Sequence[tuple[_Record, int]], lens: list[int], limits: Sequence[int]) -> None:
-        """Let one of those that would not draft do so, now and then."""
-        if not idle:
-            return
-        self._idle_steps += 1
-        if self._idle_steps >= EXPLORE_EVERY:
-            self._idle_steps = 0
-            min((record for record, _ in idle), key=lambda record: record.explored_at).explore(self._observed)
-        for record, i in idle:
-            if record.to_explore:
-                record.to_explore -= 1
-                lens[i] = min(EXPLORE_SLOTS, limits[i])
-
-    def _search(self, records: Sequence[_Record], drafting: Sequence[int], limits: Sequence[int]) -> list[int]:
-        base = self._all.rates(START, 1.0)
-        survival = np.stack([records[i].acceptance.rates(base, OWN_PRIOR) for i in drafting]).cumprod(-1)
-        own_limits, others = [limits[i] for i in drafting], len(limits) - len(drafting)
-        return choose_draft_lens(survival, own_limits, self.cost, other_tokens=others)
-
-    def _record(self, request: Request) -> _Record:
-        """The request's record, with the rounds since it was last looked at."""
-        record = self._own.setdefault(request, _Record(self.cost.draft_len))
-        for decided, accepted in request.decided_and_accepted[record.seen :]:
-            record.acceptance.observe(decided, accepted)
-            self._all.observe(decided, accepted)
-            self._observed += 1
-        record.seen = len(request.decided_and_accepted)
-        return record
-
-
-class _Record:
-    """What is known of one request.
+@dataclass(frozen=True)
+class RoundOutcome:
+    """One request's round with drafts, after verification.
 
     Attributes:
-        seen: rounds of its that were taken in.
-        to_explore: rounds in which it is to draft although that seems not to pay.
-        explored_at: observations there were when it last began to.
+        logits: [drafted] raw confidence logits; None without a confidence head, or if nobody wants them.
+        drafted, verified, accepted: slots; `accepted` were delivered to the client.
+        decided: slots that were found accepted or rejected: none after a rejection, none after the end of the text.
     """
 
-    def __init__(self, draft_len: int) -> None:
-        self.acceptance, self.seen = Acceptance(draft_len, OWN_MEMORY), 0
-        self.to_explore, self.explored_at = 0, -1
+    request: Request
+    logits: Sequence[float] | None
+    drafted: int
+    verified: int
+    decided: int
+    accepted: int
 
-    def explore(self, observed: int) -> None:
-        self.to_explore, self.explored_at = EXPLORE_ROUNDS, observed
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did, and how long it took.
+
+    Attributes:
+        seconds: from its planning to its delivery.
+        decoding, drafting: requests that chose a token, and those of them that drafted.
+        batch_tokens, drafted: rows of the target's pass, and draft slots of all requests.
+        prefill_tokens: rows of prompts.
+        context: tokens of context, in the mean over the requests.
+    """
+
+    seconds: float
+    decoding: int
+    drafting: int
+    batch_tokens: int
+    drafted: int
+    prefill_tokens: int
+    context: float
+
+
+class LengthPolicy:
+    """Whole blocks, and the base of all others.
+
+    Attributes:
+        reads_confidence: whether `admit` and `observe` want confidence logits.
+    """
+
+    reads_confidence = False
+
+    def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
+        """Draft slots of requests that decode in this step, at most `limits` (0: does not speculate).
+
+        Args:
+            prefill_tokens: of prompts in the same pass, as far as is known.
+        """
+        return list(limits)
+
+    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+        """Verify lengths of the requests that drafted, at most `slots`.
+
+        Args:
+            logits: [R, K] raw confidence logits, meaningless beyond a request's slots; None if there are none.
+        """
+        return list(slots)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a round."""
+
+    def observe_step(self, outcome: StepOutcome) -> None:
+        """Learn from a step."""
+
+
+class FixedLength(LengthPolicy):
+    """The same length for all, at most; 0 drafts nothing."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
+        return [min(limit, self.length) for limit in limits]
+
+
+class Threshold(LengthPolicy):
+    """Whole blocks are drafted; what is verified is as much as will survive with at least this probability."""
+
+    reads_confidence = True
+
+    def __init__(self, threshold: float, calibration: Calibration) -> None:
+        self.threshold, self.calibration = threshold, calibration
+
+    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+        assert logits is not None
+        return admit_above(
+            self.calibration.survival([r.params.sampling.regime for r in requests], logits), slots, self.threshold
+        )

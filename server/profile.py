@@ -1,53 +1,142 @@
-"""What steps cost on this machine: measured at start on made-up requests."""
+"""What steps cost on this machine: measured on made-up requests."""
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dspark_core.draft.drafter import DraftBlock
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.sampling import argmax
-from dspark_core.schedule import StepCost
+from dspark_core.step_cost import CostCurves, StepCost
 from server.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-CONTEXT = 64  # tokens before those of a measured step
+SHORT, LONG = 64, 1024  # tokens before those of a measured step
+Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
 
-def profile(engine: Engine, repeats: int = 3) -> StepCost:
-    """Measure steps on made-up tokens, each the best of some. Only while no request runs."""
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        cost: of steps, from medians.
+        medians: seconds by what was measured.
+        spread: (third - first quartile) / median of its times.
+    """
+
+    cost: StepCost
+    medians: dict[Key, float]
+    spread: dict[str, float]
+
+
+def profile(
+    engine: Engine,
+    contexts: Sequence[int] = (LONG,),
+    repeats: int = 3,
+    progress: Callable[[int, int], object] = lambda *_: None,
+) -> Profile:
+    """Measure the parts of a step. Only while no request runs.
+
+    Args:
+        contexts: lengths to measure what context adds, beside the short one; those that do not fit are left out.
+        repeats: rounds. Each goes over everything once: a while in which the machine is busy with something else
+            spoils one sample of each, which a median leaves out, and not all samples of one.
+        progress: told how many samples are taken, and of how many.
+    """
     start = time.perf_counter()
     room = min(engine.max_model_len, engine.memory.capacity)
     block = min(engine.draft_len + 1, room)
-    probe = Probe(engine, context=min(CONTEXT, room - block), block=block)
+    probe = Probe(engine, context=min(SHORT, room - block), block=block)
     counts = sorted({*(2**i for i in range(probe.most.bit_length()) if 2**i < probe.most), probe.most})
     passes = {**{rows: (1, rows) for rows in range(1, block + 1)}, **{n * block: (n, block) for n in counts}}
-    sizes = sorted(passes)
-    verify = [_best(partial(probe.verify, *passes[size]), repeats) for size in sizes]
-    first, whole = (
-        [_best(partial(probe.draft, count, slots), repeats) for count in counts]
-        for slots in (1, min(engine.draft_len, block))
+    sizes, slots = sorted(passes), min(engine.draft_len, block)
+    runs: dict[Key, Callable[[], object]] = {
+        ("verify", probe.context, *passes[b]): partial(probe.verify, *passes[b]) for b in sizes
+    }
+    if engine.drafter:
+        runs |= {("draft", probe.context, n, k): partial(probe.draft, n, k) for n in counts for k in (1, slots)}
+    for context in contexts:
+        if probe.context < context <= room - block:
+            runs |= _with_context(Probe(engine, context=context, block=block), slots)
+    seconds = _measure(runs, repeats, progress)
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    curves = CostCurves(
+        tokens=sizes,
+        verify=[medians["verify", probe.context, *passes[size]] for size in sizes],
+        requests=counts,
+        first_slot=[medians.get(("draft", probe.context, n, 1), 0.0) for n in counts],
+        all_slots=[medians.get(("draft", probe.context, n, slots), 0.0) for n in counts],
+        draft_len=engine.draft_len,
     )
     logger.info("step costs measured in %.1f s", time.perf_counter() - start)
-    return StepCost(sizes, verify, counts, first, whole, engine.draft_len)
+    spread = {" ".join(map(str, key)): _spread(values) for key, values in seconds.items()}
+    return Profile(StepCost(curves, probe.context, *_slopes(medians, probe.context)), medians, spread)
 
 
-def _best(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some calls; the first, which compiles and allocates, does not count."""
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def _with_context(probe: Probe, slots: int) -> dict[Key, Callable[[], object]]:
+    """What tells how context adds to a step: one request is enough, for all read their own."""
+    runs: dict[Key, Callable[[], object]] = {
+        ("verify", probe.context, 1, rows): partial(probe.verify, 1, rows) for rows in {1, probe.block}
+    }
+    if probe.engine.drafter:
+        runs["draft", probe.context, 1, slots] = partial(probe.draft, 1, slots)
+    return runs
+
+
+def _slopes(medians: dict[Key, float], short: int) -> tuple[float, float, float]:
+    """Seconds that a token of context adds to a pass for its request and for a row, and to drafting; not negative."""
+    verify = [
+        ((c - short) * np.array([1, rows]), t - medians[kind, short, n, rows])
+        for (kind, c, n, rows), t in medians.items()
+        if kind == "verify" and c > short
+    ]
+    draft = [
+        (c - short, t - medians[kind, short, n, k])
+        for (kind, c, n, k), t in medians.items()
+        if kind == "draft" and c > short
+    ]
+    if not verify:
+        return 0.0, 0.0, 0.0
+    places, more = (np.array(column, float) for column in zip(*verify, strict=True))
+    per_request, per_row = np.linalg.lstsq(places, more, rcond=None)[0]
+    if min(per_request, per_row) < 0:  # one of them is lost in the noise: the other explains all
+        by_row = float(places[:, 1] @ more / (places[:, 1] @ places[:, 1]))
+        per_request, per_row = 0.0, max(by_row, 0.0)
+    per_draft = max(sum(t for _, t in draft) / sum(c for c, _ in draft), 0.0) if draft else 0.0
+    return float(per_request), float(per_row), per_draft
+
+
+def _measure(
+    runs: dict[Key, Callable[[], object]], repeats: int, progress: Callable[[int, int], object]
+) -> dict[Key, list[float]]:
+    """Seconds of each, `repeats` times; the first round, which compiles and allocates, does not count."""
+    seconds: dict[Key, list[float]] = {key: [] for key in runs}
+    for number in range(repeats + 1):
+        for place, (key, run) in enumerate(runs.items(), 1):
+            start = time.perf_counter()
+            run()
+            if number:
+                seconds[key].append(time.perf_counter() - start)
+            progress(number * len(runs) + place, (repeats + 1) * len(runs))
+    return seconds
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    return (third - first) / middle
 
 
 class Probe:
@@ -64,7 +153,7 @@ class Probe:
     def __init__(self, engine: Engine, *, context: int, block: int) -> None:
         assert not engine.has_work
         engine.memory.clear_cache()
-        self.engine, self.context, size = engine, context, engine.pool.page_size
+        self.engine, self.context, self.block, size = engine, context, block, engine.pool.page_size
         self.pages = -(-(context + block) // size)
         self.most = min(engine.scheduler.max_num_seqs, engine.pool.num_pages // self.pages)
 

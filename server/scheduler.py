@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.kv import KVMemory
+from server.policy import LengthPolicy
 from server.prefix_cache import Content
 from server.request import Request
 
@@ -37,12 +37,10 @@ class RequestScheduler:
         max_num_batched_tokens: tokens of a step, as far as prompts are concerned.
     """
 
-    # Draft slots of requests (second argument: at most so many), from what earlier rounds accepted.
-    choose_lens: Callable[[Sequence[Request], Sequence[int]], list[int]] | None = None  # None: whole blocks
-
     def __init__(self, memory: KVMemory, *, draft_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.memory, self.draft_len = memory, draft_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.policy = LengthPolicy()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -61,9 +59,8 @@ class RequestScheduler:
         """Decide the next step. Room for whole blocks is reserved here: what is drafted will be verified."""
         waiting_before = len(self.waiting)
         decoding = [request for request in self.running if request.pending == 1]
-        slots = [self.num_slots(request) for request in decoding]
-        if self.choose_lens and decoding:
-            slots = self.choose_lens(decoding, slots)
+        limits = [self.num_slots(request) for request in decoding]
+        slots = self.policy.plan(decoding, limits, self._prefill_tokens(len(decoding))) if decoding else []
         pairs = zip(decoding, slots, strict=True)
         work = [item for request, num_slots in pairs if (item := self._decode(request, num_slots))]
         preempted = len(self.waiting) > waiting_before
@@ -81,6 +78,13 @@ class RequestScheduler:
                 work.append(item)
                 budget -= item.num_tokens
         return work
+
+    def _prefill_tokens(self, decoding: int) -> int:
+        """Tokens of prompts that the next pass is going to have room for, as if nobody drafted."""
+        pending = sum(request.pending for request in self.running if request.pending > 1)
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            pending += self.waiting[0].pending
+        return min(pending, max(self.max_num_batched_tokens - decoding, MIN_CHUNK))
 
     def _chunk(self, request: Request, budget: int, started: set[Content]) -> Work | None:
         """The next part of a prompt: what is cached is skipped, and what is being computed for another waited for.

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from server.engine import Engine
+from server.policy import LengthPolicy
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run
+from tests.server.policies import Lengths
 from tests.server.test_policy import continuation
 
 PAGE = 16
@@ -38,7 +40,7 @@ def engine_of(drafter: ScriptedDrafter, every: int, **limits: int) -> Engine:
             chosen.append(limit if every and rounds[id(request)] % every == 0 else 0)
         return chosen
 
-    engine.scheduler.choose_lens = lens
+    engine.policy = Lengths(lens)
     drafter.attach(engine)
     return engine
 
@@ -71,7 +73,7 @@ def test_shared_pages_have_their_context() -> None:
     second.pool = first.drafter.pool  # type: ignore[union-attr]
     second.attach(first)
     first.drafter = second  # type: ignore[assignment]
-    first.scheduler.choose_lens = None
+    first.policy = LengthPolicy()
     (again,) = run(first, [(longer, RequestParams(GREEDY, max_tokens=20))])
     assert again.request.speculation.accepted, "and its context was checked on the way"
     assert first.memory.shared_tokens >= 48

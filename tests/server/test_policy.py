@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from dspark_core.sampling import SamplingParams
-from dspark_core.schedule import StepCost
+from dspark_core.step_cost import CostCurves, StepCost
+from server.auto_policy import EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, AutoPolicy
 from server.config import ServerConfig
 from server.loader import load_engine
-from server.policy import EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, DraftPolicy
+from server.policy import LengthPolicy, RoundOutcome
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
+from tests.server.policies import Lengths
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
 COUNT = 40
 SEEDED = SamplingParams(temperature=0.8, seed=5)
 # A whole block costs what two plain steps cost, so that it pays from two accepted drafts on.
-COST = StepCost([1, 5, 40], [1.0, 1.4, 4.9], [1, 8], [0.3, 0.5], [0.6, 1.0], draft_len=4)
+COST = StepCost(CostCurves([1, 5, 40], [1.0, 1.4, 4.9], [1, 8], [0.3, 0.5], [0.6, 1.0], draft_len=4))
 
 
 @cache
@@ -44,7 +46,7 @@ def test_any_lengths_give_the_same_text(sampling: SamplingParams, kind: str) -> 
         return [source.randint(0, limit) for limit in limits]
 
     engine = make_engine(tiny_draft(kind, 4, agrees=kind == "vanilla"))
-    engine.scheduler.choose_lens = anything
+    engine.policy = Lengths(anything)
     jobs = [(make_prompt(size), RequestParams(sampling, max_tokens=COUNT)) for size in (1, 17, 64, 130)]
     for result in run(engine, jobs, arrivals=[0, 2, 3, 5]):
         assert result.ids == continuation(result.request)
@@ -55,7 +57,7 @@ def test_a_draft_that_is_right_is_used_and_one_that_is_wrong_is_left() -> None:
     rounds = {}
     for kind in (oracle, adversary):
         engine = make_engine(kind(4, continuation))
-        engine.scheduler.choose_lens = DraftPolicy(COST).choose
+        engine.policy = AutoPolicy(COST)
         (result,) = run(engine, [(make_prompt(17), RequestParams(GREEDY, max_tokens=60))])
         assert result.ids == plain(GREEDY, 17, 60)
         rounds[kind] = result.last.speculation
@@ -73,7 +75,7 @@ def test_requests_are_judged_one_by_one() -> None:
         return right if request.prompt_ids == easy else [(token + 1) % 200 for token in right]
 
     engine = make_engine(ScriptedDrafter(4, sometimes, [-1]))
-    engine.scheduler.choose_lens = DraftPolicy(COST).choose
+    engine.policy = AutoPolicy(COST)
     params = RequestParams(GREEDY, max_tokens=60)
     good, bad = run(engine, [(easy, params), (make_prompt(30), params)])
     assert good.last.speculation.accepted > 40
@@ -84,51 +86,56 @@ def some_request() -> Request:
     return Request([1], RequestParams(), 1000, frozenset(), 0, None)  # type: ignore[arg-type]
 
 
+def choose(policy: AutoPolicy, requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
+    return policy.plan(requests, limits, 0)
+
+
+def tell(policy: AutoPolicy, request: Request, *, drafted: int, accepted: int, rounds: int = 1) -> None:
+    decided = min(accepted + 1, drafted)
+    for _ in range(rounds):
+        policy.observe(RoundOutcome(request, None, drafted, drafted, decided, accepted))
+
+
 def test_who_gave_up_tries_again_and_recovers() -> None:
-    policy, request = DraftPolicy(COST), some_request()
-    for _ in range(60):
-        request.count_round(drafted=4, verified=4, accepted=0, decided=1)
-    lens = [policy.choose([request], [4])[0] for _ in range(3 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    policy, request = AutoPolicy(COST), some_request()
+    tell(policy, request, drafted=4, accepted=0, rounds=60)
+    lens = [choose(policy, [request], [4])[0] for _ in range(3 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
     assert sorted(set(lens)) == [0, EXPLORE_SLOTS]
     assert lens.count(EXPLORE_SLOTS) == 3 * EXPLORE_ROUNDS
-    for _ in range(60):
-        request.count_round(drafted=4, verified=4, accepted=4, decided=4)
-    assert policy.choose([request], [4]) == [4]
+    tell(policy, request, drafted=4, accepted=4, rounds=60)
+    assert choose(policy, [request], [4]) == [4]
 
 
 def test_short_requests_learn_for_those_after_them() -> None:
     """Each is over long before it alone would try again."""
-    policy, drafted = DraftPolicy(COST), []
+    policy, drafted = AutoPolicy(COST), []
     for number in range(60):
         request = some_request()
         right = number >= 10  # the first ones' drafts are wrong, all others' right
         for _ in range(20):
-            (length,) = policy.choose([request], [4])
+            (length,) = choose(policy, [request], [4])
             drafted.append(length)
             if length:
-                accepted = length if right else 0
-                request.count_round(drafted=length, verified=length, accepted=accepted, decided=max(accepted, 1))
+                tell(policy, request, drafted=length, accepted=length if right else 0)
     assert max(drafted[120:180]) == 0, "given up"
     assert min(drafted[-200:]) == 4, "and found again"
 
 
 def test_one_of_many_tries_at_a_time() -> None:
-    policy, requests = DraftPolicy(COST), [some_request() for _ in range(5)]
+    policy, requests = AutoPolicy(COST), [some_request() for _ in range(5)]
     for request in requests:
-        for _ in range(30):
-            request.count_round(drafted=4, verified=4, accepted=0, decided=1)
-    tried = [sum(map(bool, policy.choose(requests, [4] * 5))) for _ in range(5 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+        tell(policy, request, drafted=4, accepted=0, rounds=30)
+    tried = [sum(map(bool, choose(policy, requests, [4] * 5))) for _ in range(5 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
     assert max(tried) == 1
     assert sum(tried) == 5 * EXPLORE_ROUNDS
 
 
 def test_limits_hold_and_plain_requests_stay_plain() -> None:
-    policy = DraftPolicy(COST)
+    policy = AutoPolicy(COST)
     requests = [Request([1], RequestParams(), 1000, frozenset(), 0, None) for _ in range(3)]  # type: ignore[arg-type]
-    for _ in range(40):
-        requests[0].count_round(drafted=4, verified=4, accepted=4, decided=4)
-    assert policy.choose(requests, [2, 0, 0]) == [2, 0, 0]
-    assert policy.choose(requests[1:], [0, 0]) == [0, 0]
+    tell(policy, requests[0], drafted=4, accepted=4, rounds=40)
+    assert choose(policy, requests, [2, 0, 0]) == [2, 0, 0]
+    assert choose(policy, requests[1:], [0, 0]) == [0, 0]
 
 
 @pytest.mark.parametrize("verify", ["auto", "full"])
@@ -137,8 +144,8 @@ def test_the_server_measures_and_says_what_it_does(verify: str, tmp_path: Path) 
     draft = tiny_draft_folder(tmp_path, target, "vanilla", 4)
     settings = {"ckpt": str(draft), "target": str(target), "max_model_len": 128, "kv_memory_fraction": 0.01}
     engine = load_engine(ServerConfig.model_validate(settings | {"verify": verify}))
-    assert (engine.scheduler.choose_lens is not None) == (verify == "auto")
-    assert ("earlier rounds" in engine.info["verification"]) == (verify == "auto")
+    assert isinstance(engine.policy, AutoPolicy) == (verify == "auto")
+    assert engine.info["verification"] == {"auto": "as far as pays, by confidence", "full": "whole blocks"}[verify]
     (result,) = run(engine, [(make_prompt(9), RequestParams(GREEDY, max_tokens=30))])
     assert len(result.ids) == 30
     if verify == "full":
@@ -152,7 +159,7 @@ def test_small_servers_are_measured_inside_their_memory(max_model_len: int, max_
     settings = {"ckpt": str(draft), "target": str(target), "kv_memory_fraction": 0.01, "page_size": 16}
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     engine = load_engine(ServerConfig.model_validate(settings | limits))
-    assert engine.scheduler.choose_lens is not None
+    assert isinstance(engine.policy, AutoPolicy)
     (result,) = run(engine, [([5], RequestParams(GREEDY))])
     assert len(result.ids) == max_model_len - 1
 
@@ -164,7 +171,7 @@ def test_a_server_with_a_seed_gives_the_same_texts_whatever_steps_cost(tmp_path:
     texts = []
     for _ in range(2):
         engine = load_engine(ServerConfig.model_validate(settings))
-        assert engine.scheduler.choose_lens is None
+        assert type(engine.policy) is LengthPolicy
         assert "--seed" in engine.info["verification"]
         (result,) = run(engine, [(make_prompt(9), RequestParams(SamplingParams(), max_tokens=40))])
         texts.append(result.ids)

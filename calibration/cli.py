@@ -1,0 +1,156 @@
+"""`dspark-calibrate`: measure a draft's confidence and the machine's step costs, once, before serving."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibration.settings import GROUPS, CalibrateConfig
+from dspark_core.errors import CheckpointError, RunError
+from dspark_core.settings import Parser, UsageError, build, public_fields
+
+PROGRAM = "dspark-calibrate"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to do, in one line, and what does it (imported late: torch takes seconds, and --help should not)."""
+
+    help: str
+    run: Callable[[CalibrateConfig], None]
+
+
+def _all(config: CalibrateConfig) -> None:
+    from calibration import run
+
+    places = run.places_of(config)
+    engine, origin = run.load(config)
+    profile = run.run_profile(config, places, engine, origin)  # first: nothing else has warmed the machine up
+    run.run_collect(config, places, engine, origin)
+    split = run.run_fit(config, places)
+    _report_on(config, places, split, profile)
+
+
+def _collect(config: CalibrateConfig) -> None:
+    from calibration import run
+
+    places = run.places_of(config)
+    count = run.run_collect(config, places, *run.load(config))
+    print(f"{count} answers were added to {places.records}")
+
+
+def _fit(config: CalibrateConfig) -> None:
+    from calibration import run
+
+    places = run.places_of(config)
+    for regime, fit in run.run_fit(config, places).fits.items():
+        print(f"{regime:<8} temperatures {' '.join(f'{value:.3g}' for value in fit.temperatures)}")
+    print(f"written to {places.folder / 'calibration.json'}")
+
+
+def _profile(config: CalibrateConfig) -> None:
+    from calibration import run
+
+    places = run.places_of(config)
+    curves = run.run_profile(config, places, *run.load(config)).cost.curves
+    for tokens, seconds in zip(curves.tokens, curves.verify, strict=True):
+        print(f"{tokens:>5} tokens verified in {seconds * 1e3:8.2f} ms")
+    print(f"written to {places.folder / 'step_cost.json'}")
+
+
+def _report(config: CalibrateConfig) -> None:
+    from calibration import run
+
+    places = run.places_of(config)
+    _report_on(config, places, run.split_records(config, places), None)
+
+
+def _report_on(config: CalibrateConfig, places: Any, split: Any, profile: Any) -> None:
+    from calibration import run
+    from calibration.report import summary, write_report
+
+    found = write_report(
+        places.work,
+        fitted_on=split.fitted_on,
+        judged=split.judged,
+        fits=split.fits,
+        profile=profile,
+        conditions=run.conditions(config, places),
+    )
+    print(summary(found))
+    print(f"the server finds calibration.json and step_cost.json in {places.folder}")
+    print(f"to look at: {Path(places.work) / 'report.html'}")
+
+
+COMMANDS = {
+    "collect": Command("answers through the engine with whole blocks, every round recorded; resumes", _collect),
+    "fit": Command("fit temperatures to the records and write calibration.json", _fit),
+    "profile": Command("measure what steps cost here and write step_cost.json", _profile),
+    "report": Command("figures and plots of the records and the fit", _report),
+}
+ALL = Command("all four, in about five minutes on the demo", _all)
+
+
+def usage() -> str:
+    """The page of --help."""
+    lines = [f"  {name or '(none)':<10} {command.help}" for name, command in {"": ALL, **COMMANDS}.items()]
+    flags = parser_of(PROGRAM, ALL).format_help().split("\n\n", 1)[1]
+    return "\n".join([f"usage: {PROGRAM} [COMMAND] [FLAGS]", "", "commands:", *lines, "", flags])
+
+
+def parser_of(name: str, command: Command) -> Parser:
+    parser = Parser(name, description=f"{command.help[0].upper()}{command.help[1:]}.")
+    parser.add_settings(CalibrateConfig, GROUPS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Command, CalibrateConfig]:
+    """The command and its settings. Raises UsageError."""
+    named = bool(argv) and not argv[0].startswith("-")
+    if named and argv[0] not in COMMANDS:
+        raise UsageError(f"found {argv[0]}, expected a command: {', '.join(COMMANDS)}, or none for all of them")
+    command, rest = (COMMANDS[argv[0]], argv[1:]) if named else (ALL, argv)
+    parser = parser_of(f"{PROGRAM} {argv[0]}" if named else PROGRAM, command)
+    return command, build(CalibrateConfig, parser.parse_known(list(rest), public_fields(CalibrateConfig)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 done, 1 could not be done, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    try:
+        command, config = parse(arguments)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    logging.basicConfig(level="INFO", format=LOG_FORMAT)
+    try:
+        command.run(config)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last answer", 130)
+    except (CheckpointError, RunError, OSError, ModuleNotFoundError) as error:
+        return _fail(_words(error), 1)
+    return 0
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed, expected it: pip install 'dspark[train]'"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

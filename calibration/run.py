@@ -1,0 +1,172 @@
+"""What the commands of `dspark-calibrate` do."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from calibration.collect import RECORDS_FILE, collect, read_records
+from calibration.records import Records, split_by_prompt
+from calibration.settings import DEFAULT_PROMPTS, CalibrateConfig
+from calibration.sts import Fit, evaluate, fit_regimes, raw
+from dspark_core.checkpoint.calibration import CALIBRATION_FILE, Calibration, CalibrationReport, save_calibration
+from dspark_core.checkpoint.fingerprint import fingerprint
+from dspark_core.checkpoint.origin import Origin
+from dspark_core.checkpoint.references import resolve_draft
+from dspark_core.checkpoint.step_cost import STEP_COST_FILE, save_step_cost
+from dspark_core.errors import CheckpointError
+from dspark_core.keys import Keys
+from dspark_core.sampling import REGIMES, Regime
+from server.config import ServerConfig
+from server.engine import Engine
+from server.loader import load_engine, locate
+from server.profile import Profile, profile
+from server.verification import Models, measured_folder, versions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things lie: what the server reads, and beside it what people read."""
+
+    folder: Path
+
+    @property
+    def work(self) -> Path:
+        """Records and report."""
+        return self.folder / "calibration"
+
+    @property
+    def records(self) -> Path:
+        return self.work / RECORDS_FILE
+
+
+@dataclass(frozen=True)
+class Split:
+    """Records to fit on and to judge by, and the fit of each regime on the former."""
+
+    fitted_on: Records
+    judged: Records
+    fits: dict[Regime, Fit]
+
+
+def places_of(config: CalibrateConfig) -> Places:
+    """Raises CheckpointError if there is no such draft."""
+    if config.output:
+        return Places(Path(config.output).expanduser())
+    draft = resolve_draft(config.ckpt)
+    return Places(measured_folder(config.ckpt, draft, fingerprint(draft)))
+
+
+def load(config: CalibrateConfig) -> tuple[Engine, Origin]:
+    """An engine that verifies whole blocks, and what its measurements are marked with."""
+    settings = ServerConfig(
+        ckpt=config.ckpt,
+        target=config.target,
+        dtype=config.dtype,
+        cpu_weights=config.cpu_weights,
+        device=config.device,
+        draft_len=config.draft_len,
+        max_num_seqs=config.max_num_seqs,
+        seed=config.seed,
+        verify="full",
+    )
+    engine = load_engine(settings)
+    target, draft = locate(settings)
+    assert draft is not None
+    return engine, Models.of(settings, engine, target, draft).origin
+
+
+def run_profile(config: CalibrateConfig, places: Places, engine: Engine, origin: Origin) -> Profile:
+    """Measure steps and write step_cost.json."""
+    with tqdm(desc="profile", unit="step") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.update(0)
+
+        found = profile(engine, config.contexts, config.repeats, show)
+    details = {
+        "spread": found.spread,
+        "seconds": {" ".join(map(str, key)): seconds for key, seconds in found.medians.items()},
+        "date": _today(),
+    }
+    places.folder.mkdir(parents=True, exist_ok=True)
+    save_step_cost(places.folder / STEP_COST_FILE, found.cost, origin, versions(), details)
+    worst = max(found.spread.values())
+    if worst > 0.3:
+        logger.warning("times of one and the same step differ by %.0f %%: the machine was busy", 100 * worst)
+    return found
+
+
+def run_collect(config: CalibrateConfig, places: Places, engine: Engine, origin: Origin) -> int:
+    """Complete the records."""
+    return collect(config, engine, places.records, origin.as_json())
+
+
+def run_fit(config: CalibrateConfig, places: Places) -> Split:
+    """Fit temperatures on a part of the records, judge them by the others, write calibration.json."""
+    split = split_records(config, places)
+    if "ratio" not in split.fits:
+        raise CheckpointError(f"{places.records} holds no round of the ratio rule, expected some")
+    judged = split.judged.of(split.judged.regime == REGIMES.index("ratio"))
+    before, after = (
+        [row.ece for row in evaluate(judged, calibrator, np.random.default_rng(config.seed), bins=config.bins)]
+        for calibrator in (raw(judged.draft_len), split.fits["ratio"].calibrator)
+    )
+    report = CalibrationReport(
+        dataset=config.prompts or f"{DEFAULT_PROMPTS.name} of dspark",
+        num_samples=len(split.fitted_on),
+        ece_before=before,
+        ece_after=after,
+        details={"date": _today(), "max_tokens": config.max_tokens, "temperatures": list(config.temperatures)},
+    )
+    calibration = Calibration({regime: fit.temperatures for regime, fit in split.fits.items()})
+    origin = read_origin(places)
+    save_calibration(places.folder / CALIBRATION_FILE, calibration, report, origin, versions())
+    return split
+
+
+def split_records(config: CalibrateConfig, places: Places) -> Split:
+    """Read the records and fit; nothing is written."""
+    records = read_records(places.records, read_origin(places).draft_len)
+    fitted_on, judged = split_by_prompt(records, config.held_out, config.seed)
+    return Split(fitted_on, judged, fit_regimes(fitted_on, bins=config.bins))
+
+
+def read_origin(places: Places) -> Origin:
+    """What the records were collected with."""
+    path = places.records.with_name(places.records.name + ".settings.json")
+    if not path.is_file():
+        raise CheckpointError(f"{places.records}: there are no records; make some: dspark-calibrate collect")
+    origin: dict[str, Any] = Keys.of_file(path).get("origin", dict)
+    try:
+        return Origin(**origin)
+    except TypeError:
+        raise CheckpointError(f"{path}: key 'origin' is {origin!r}, expected what dspark-calibrate writes") from None
+
+
+def conditions(config: CalibrateConfig, places: Places) -> dict[str, str]:
+    """What the figures of a report were measured with."""
+    origin = read_origin(places)
+    return {
+        "draft": f"{config.ckpt} ({origin.draft})",
+        "target": f"{config.target or 'as the draft names it'} ({origin.target})",
+        "draft_len": str(origin.draft_len),
+        "dtype": origin.dtype,
+        "machine": f"{origin.machine}, {origin.threads} threads" if origin.threads else origin.machine,
+        "prompts": config.prompts or f"{DEFAULT_PROMPTS.name} of dspark",
+        "date": _today(),
+        **versions(),
+    }
+
+
+def _today() -> str:
+    return dt.datetime.now(dt.UTC).date().isoformat()

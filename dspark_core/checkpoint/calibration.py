@@ -1,0 +1,143 @@
+"""`calibration.json`: temperatures of the confidence logits, one per draft position and regime.
+
+The standard keys are those of SGLang's file (`temperatures`, for the ratio rule) and are read from TensorRT-LLM's
+(`sts_temperatures`) too; what is ours lies under `dspark`, where other tools do not look.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_core.checkpoint.files import write_atomically
+from dspark_core.checkpoint.origin import Origin
+from dspark_core.errors import CheckpointError
+from dspark_core.keys import Keys
+from dspark_core.sampling import REGIMES, Regime
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_FILE = "calibration.json"
+VERSION = 1
+_MUST_AGREE = ("target", "draft", "draft_len", "dtype", "device")
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What turns confidence logits into probabilities.
+
+    Attributes:
+        temperatures: by regime, [K] each; a regime that is not there uses the ratio rule's.
+        source: what to call it.
+    """
+
+    temperatures: Mapping[Regime, tuple[float, ...]]
+    source: str = "raw confidence"
+
+    @classmethod
+    def raw(cls, draft_len: int) -> Calibration:
+        """The head's own confidence."""
+        return cls({"ratio": (1.0,) * draft_len})
+
+    def survival(self, regimes: Sequence[Regime], logits: Floats) -> Floats:
+        """Probability that the drafts up to each slot are all accepted, from raw confidence logits.
+
+        Args:
+            regimes: [R] of the requests.
+            logits: [R, k], of the first k slots.
+        """
+        default = self.temperatures["ratio"]
+        scale = np.array([self.temperatures.get(regime, default) for regime in regimes])[:, : logits.shape[1]]
+        # exp overflows harmlessly: a saturated head is sure.
+        with np.errstate(over="ignore"):
+            return cast(Floats, np.cumprod(1 / (1 + np.exp(-logits / scale)), -1))
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What was measured while calibrating, for people and other tools.
+
+    Attributes:
+        dataset: what the records were made from.
+        num_samples: rounds that were fitted on.
+        ece_before, ece_after: [K] of the ratio rule, on held-out rounds; None where there were too few.
+        details: anything else that JSON holds.
+    """
+
+    dataset: str
+    num_samples: int
+    ece_before: Sequence[float | None]
+    ece_after: Sequence[float | None]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_calibration(
+    path: Path, calibration: Calibration, report: CalibrationReport, origin: Origin, versions: Mapping[str, str]
+) -> None:
+    """Write the file, all at once."""
+    content = {
+        "temperatures": list(calibration.temperatures["ratio"]),
+        "dataset": report.dataset,
+        "num_samples": report.num_samples,
+        "ece_before": list(report.ece_before),
+        "ece_after": list(report.ece_after),
+        "dspark": {
+            "version": VERSION,
+            "regimes": {regime: list(values) for regime, values in calibration.temperatures.items()},
+            "origin": origin.as_json(),
+            "versions": dict(versions),
+            "details": dict(report.details),
+        },
+    }
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def load_calibration(path: Path, origin: Origin) -> Calibration:
+    """Read a file of ours, SGLang's or TensorRT-LLM's.
+
+    Raises:
+        CheckpointError: it cannot be read, its length or a value does not fit, or it says that it was made for another
+            model, block length, number type or device.
+    """
+    keys = Keys.of_file(path)
+    own = keys.get("dspark", dict, None)
+    if own is None:
+        name = "temperatures" if "temperatures" in keys.values else "sts_temperatures"
+        values = _temperatures(keys.get(name, list), f"{path}: key '{name}'", origin.draft_len)
+        logger.warning("%s does not say which model it was made for: used as it is, for every regime", path)
+        return Calibration({"ratio": values}, f"{path} (says nothing of its origin)")
+    inner = Keys(own, f"{path}: key 'dspark'")
+    if (version := inner.get("version", int)) != VERSION:
+        raise CheckpointError(f"{inner.where}: version {version}, expected {VERSION}")
+    origin.check(inner.get("origin", dict), path, _MUST_AGREE)
+    regimes = inner.get("regimes", dict)
+    if unknown := set(regimes) - set(REGIMES):
+        raise CheckpointError(f"{inner.where}: unknown regime {min(unknown)!r}, expected {', '.join(REGIMES)}")
+    if "ratio" not in regimes:
+        raise CheckpointError(f"{inner.where}: regime 'ratio' is missing")
+    found = {
+        regime: _temperatures(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
+        for regime, values in regimes.items()
+    }
+    return Calibration(found, str(path))
+
+
+def _temperatures(values: Any, where: str, draft_len: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != draft_len:
+        found = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
+        raise CheckpointError(f"{where} holds {found}, expected {draft_len}, one per draft position")
+    for value in values:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{where}: {value!r}, expected a number above 0")
+    return tuple(float(value) for value in values)
