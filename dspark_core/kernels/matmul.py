@@ -48,17 +48,23 @@ def _panel_product(kind: int) -> Any:
             row, place = x + done * x_stride, out + done * STRIDE
             for column in range(0, PANEL, COLUMNS):
                 to = place + column * 4
-                if left >= 8:
+                if left == 8:
                     multiply_tile(kind, 8, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left >= 6:
+                elif left == 7:
+                    multiply_tile(kind, 7, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left == 6:
                     multiply_tile(kind, 6, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left >= 4:
+                elif left == 5:
+                    multiply_tile(kind, 5, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left == 4:
                     multiply_tile(kind, 4, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left >= 2:
+                elif left == 3:
+                    multiply_tile(kind, 3, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
+                elif left == 2:
                     multiply_tile(kind, 2, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
                 else:
                     multiply_tile(kind, 1, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-            done += left if left == 1 else left & ~1
+            done += left
 
     return njit(error_model="numpy")(named(multiply, f"multiply_{NAMES[kind]}"))
 
