@@ -65,21 +65,32 @@ def choose_verify_lens(
         limits: [R] slots that were drafted.
         seconds: [sum(limits) + 1] of the step with so many draft tokens admitted (1 / SPS of B = R + admitted).
         others: tokens that the step gives besides one for each of these requests.
-        expected: [sum(limits)] survival of the slots by rank, from earlier rounds; None looks no further than one slot.
-        corners: numbers of admitted tokens to look ahead to.
+        expected: [sum(limits)] survival of the slots by rank, falling, from earlier rounds; None looks one slot ahead.
+        corners: numbers of admitted tokens to look ahead to, up to sum(limits).
     """
     path = _Path.of(survival, limits)
     tokens = path.tokens(len(survival) + others)
     rate = tokens / seconds
     onward = rate[1:]
-    ahead = np.array([corner for corner in corners if corner < len(seconds)], np.int64)
-    if expected is not None and len(ahead) and len(onward):
-        total = np.concatenate(([0.0], np.cumsum(expected)))
-        hoped = (tokens[:-1, None] + total[ahead] - total[: len(onward), None]) / seconds[ahead]
-        hoped[np.arange(len(onward))[:, None] >= ahead] = 0
-        onward = np.maximum(onward, hoped.max(-1))
+    if expected is not None and len(corners):
+        onward = np.maximum(onward, _hoped(path.gain, expected, tokens, seconds, np.array(corners)))
     stops = np.flatnonzero(onward <= rate[:-1])
     return path.lens(int(stops[0]) if len(stops) else len(path.gain), len(survival))
+
+
+def _hoped(gain: Floats, expected: Floats, tokens: Floats, seconds: Floats, corners: Ints) -> Floats:
+    """[M] the best rate at a corner ahead, before each of M admissions.
+
+    What is still to come is known to survive no better than the next slot; up to that, it is what was expected.
+    """
+    here = np.arange(len(gain))[:, None]
+    total = np.concatenate(([0.0], np.cumsum(expected)))
+    # From this rank on, less is expected than the next slot's survival.
+    lower = np.searchsorted(-expected, -gain, side="left")[:, None]
+    lower = np.clip(lower, here, np.maximum(corners, here))
+    ahead = gain[:, None] * (lower - here) + total[corners] - total[lower]
+    rates = np.where(corners > here, (tokens[:-1, None] + ahead) / seconds[corners], 0.0)
+    return cast(Floats, rates.max(-1))
 
 
 def admit_best(survival: Floats, limits: Sequence[int], budget: int) -> list[int]:

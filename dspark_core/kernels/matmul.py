@@ -37,34 +37,40 @@ RUNS_PER_THREAD = 4
 W_STRIDE = {kind: size if kind in GROUPED else size // GROUP for kind, size in GROUP_BYTES.items()}
 
 
-def _panel_product(kind: int) -> Any:
-    """x [rows, count] times one panel of a kind into `out` [rows, PANEL]; addresses, strides in bytes."""
+def _tile(kind: int) -> Any:
+    """x [rows, count] times some columns of a panel of a kind, for 1 to 8 rows."""
     stride = W_STRIDE[kind]
 
+    def multiply(rows, x, x_stride, w, column, out, count):
+        if rows == 8:
+            multiply_tile(kind, 8, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 7:
+            multiply_tile(kind, 7, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 6:
+            multiply_tile(kind, 6, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 5:
+            multiply_tile(kind, 5, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 4:
+            multiply_tile(kind, 4, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 3:
+            multiply_tile(kind, 3, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        elif rows == 2:
+            multiply_tile(kind, 2, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+        else:
+            multiply_tile(kind, 1, VECTORS, 0, x, x_stride, w, stride, column, out, STRIDE, count)
+
+    return njit(error_model="numpy")(named(multiply, f"tile_{NAMES[kind]}"))
+
+
+def _panel_product(kind: int) -> Any:
+    """x [rows, count] times one panel of a kind into `out` [rows, PANEL]; addresses, strides in bytes."""
+    tile = _tile(kind)
+
     def multiply(x, x_stride, w, out, rows, count):
-        done = 0
-        while done < rows:
-            left = min(rows - done, MAX_ROWS)
+        for done in range(0, rows, MAX_ROWS):
             row, place = x + done * x_stride, out + done * STRIDE
             for column in range(0, PANEL, COLUMNS):
-                to = place + column * 4
-                if left == 8:
-                    multiply_tile(kind, 8, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 7:
-                    multiply_tile(kind, 7, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 6:
-                    multiply_tile(kind, 6, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 5:
-                    multiply_tile(kind, 5, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 4:
-                    multiply_tile(kind, 4, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 3:
-                    multiply_tile(kind, 3, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                elif left == 2:
-                    multiply_tile(kind, 2, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-                else:
-                    multiply_tile(kind, 1, VECTORS, 0, row, x_stride, w, stride, column, to, STRIDE, count)
-            done += left
+                tile(min(rows - done, MAX_ROWS), row, x_stride, w, column, place + column * 4, count)
 
     return njit(error_model="numpy")(named(multiply, f"multiply_{NAMES[kind]}"))
 

@@ -239,3 +239,24 @@ def test_a_step_that_drafts_may_cost_more_than_was_measured() -> None:
     cost = cost_of({1: 1.0, 64: 1.0}, (0.4, 0.0))
     assert choose_draft_lens(survival, [3], cost, draft_factor=1.2) == [3]
     assert choose_draft_lens(survival, [3], cost, draft_factor=1.4) == [0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_looking_ahead_is_that_of_a_slow_loop(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    survival, limits = random.random((3, 3)).cumprod(-1), random.integers(0, 4, 3).tolist()
+    count = sum(limits)
+    seconds, expected = 1 + np.cumsum(random.random(count + 1)), np.sort(random.random(count))[::-1]
+    corners = [corner for corner in (1, 4, count) if 0 < corner <= count]
+    ranked = sorted((-survival[r, k], r, k) for r in range(3) for k in range(limits[r]))
+    lens, tokens = [0, 0, 0], 3.0
+    for m, (negative, r, _) in enumerate(ranked):
+        rates = [(tokens - negative) / seconds[m + 1]]
+        for corner in corners:
+            if corner > m:
+                hope = sum(min(-negative, expected[j]) for j in range(m, corner))
+                rates.append((tokens + hope) / seconds[corner])
+        if max(rates) <= tokens / seconds[m]:
+            break
+        lens[r], tokens = lens[r] + 1, tokens - negative
+    assert choose_verify_lens(survival, limits, seconds, expected=expected, corners=corners) == lens

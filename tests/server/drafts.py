@@ -127,3 +127,24 @@ class LyingDrafter(TableDrafter):
 
     def proposed(self, requests: Sequence[Request], slot: int, chosen: Tensor) -> Tensor:
         return self.table[slot].argmax().expand(len(chosen))
+
+
+class ConfidentDrafter(TableDrafter):
+    """Says how sure it is of each slot, by the token before it as a confidence head does.
+
+    Args:
+        leaks: whether it looks at the slot's own token instead, which no head may.
+        logit: confidence logit of a slot from the token that it looks at.
+    """
+
+    def __init__(
+        self, draft_len: int, target: TinyTarget, logit: Callable[[int], float], seed: int = 0, *, leaks: bool = False
+    ) -> None:
+        super().__init__(draft_len, target, seed)
+        self.logit, self.leaks = logit, leaks
+
+    def draft(self, blocks: Sequence[DraftBlock], choose: Choose) -> Drafts:
+        ids = super().draft(blocks, choose).draft_ids
+        anchors = torch.tensor([[block.anchor_id] for block in blocks])
+        shown = ids if self.leaks else torch.cat((anchors, ids[:, :-1]), -1)
+        return Drafts(ids, torch.tensor([[self.logit(token) for token in row] for row in shown.tolist()]))

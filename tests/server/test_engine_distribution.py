@@ -13,6 +13,7 @@ from scipy.special import entr, softmax
 from scipy.stats import chisquare
 
 from dspark_core.sampling import SamplingParams
+from server.policy import LengthPolicy
 from server.request import RequestParams
 from tests.server.drafts import LyingDrafter, TableDrafter
 from tests.server.engines import make_engine, run, target_logits, tiny_target
@@ -41,9 +42,12 @@ def prompt() -> list[int]:
     return max(([5, a, b] for a in range(2, 6) for b in range(2, 6)), key=entropy)
 
 
-def draw_texts(drafter: TableDrafter, sampling: SamplingParams, num: int = NUM_REQUESTS) -> NDArray[np.int64]:
+def draw_texts(
+    drafter: TableDrafter, sampling: SamplingParams, num: int = NUM_REQUESTS, policy: LengthPolicy | None = None
+) -> NDArray[np.int64]:
     """[num, COUNT] tokens of as many requests; seeded ones differ in their seed."""
     engine = make_engine(drafter, target=tiny_target(V), max_num_seqs=BATCH, max_num_batched_tokens=BATCH * 8)
+    engine.policy = policy or engine.policy
     own = [sampling if sampling.seed is None else replace(sampling, seed=seed) for seed in range(num)]
     jobs = [(prompt(), RequestParams(params, max_tokens=COUNT)) for params in own]
     results = run(engine, jobs)
