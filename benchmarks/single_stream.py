@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import (
@@ -26,7 +25,7 @@ from benchmarks.common import (
     read_bandwidth,
     require_quiet_machine,
 )
-from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
+from benchmarks.scripted import ScriptedDrafter
 from dspark_core.sampling import SamplingParams
 from server.engine import Engine
 from server.policy import LengthPolicy
@@ -51,35 +50,6 @@ class Tally:
         return 1 + self.accepted / self.rounds if self.rounds else 1.0
 
 
-class ScriptedDrafter(Drafter):
-    """Costs what the real draft costs, and proposes the right tokens for as many slots as the script says.
-
-    Args:
-        accepted: right slots of one round after another, over and over.
-    """
-
-    def __init__(self, real: Drafter, accepted: Sequence[int]) -> None:
-        super().__init__(real.model, real.pool)
-        self.accepted, self.rounds, self.answer = accepted, 0, list[int]()
-
-    def draft(self, blocks: Sequence[DraftBlock], choose: Choose) -> Drafts:
-        drafts = super().draft(blocks, choose)
-        start = self.answer_position(blocks[0])
-        right = self.accepted[self.rounds % len(self.accepted)]
-        self.rounds += 1
-        for slot, token in enumerate(self.answer[start : start + drafts.draft_ids.shape[1]]):
-            drafts.draft_ids[0, slot] = token if slot < right else (token + 1) % 1000
-        return drafts
-
-    def begin(self, prompt_length: int, answer: list[int]) -> None:
-        """The next request has a prompt of so many tokens, and this is what plain decoding answers."""
-        self.prompt_length, self.answer = prompt_length, answer
-
-    def answer_position(self, block: DraftBlock) -> int:
-        """Which token of the answer slot 0 proposes."""
-        return block.position + 1 - self.prompt_length
-
-
 def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> Request:
     """Generate one answer alone; the prompt's own step is not counted."""
     request = engine.make_request(chat_ids(engine.tokenizer, prompt), params)
@@ -100,11 +70,18 @@ def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
     """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2."""
     assert engine.drafter is not None
     tallies = {way: Tally() for way in ("full", "plain", "auto")}
-    auto, real, script = engine.policy, engine.drafter, ScriptedDrafter(engine.drafter, (1, 1, 2, 1, 1))
+    answers: dict[tuple[int, ...], list[int]] = {}
+    auto, real = engine.policy, engine.drafter
+
+    def pattern(request: Request, _: int) -> tuple[int, list[float]]:
+        right = (1, 1, 2, 1, 1)[request.speculation.rounds % 5]
+        return right, [0.0] * engine.draft_len
+
+    script = ScriptedDrafter(engine, answers, pattern)
     for item in load_prompts():
         greedy = {"sampling": SamplingParams(temperature=0), "max_tokens": max_tokens}
         answered = run(engine, item["prompt"], RequestParams(**greedy, speculative=False), tallies["plain"])
-        script.begin(len(answered.prompt_ids), answered.tokens[len(answered.prompt_ids) :])
+        answers[tuple(answered.prompt_ids)] = list(answered.output_ids)
         engine.drafter = script
         for way in ("full", "auto"):
             engine.policy = auto if way == "auto" else LengthPolicy()

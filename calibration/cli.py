@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Command:
 
 
 def _all(config: CalibrateConfig) -> None:
+    import_module("matplotlib")  # what is missing is known before minutes of work, not after
     from calibration import run
 
     places = run.places_of(config)
@@ -48,8 +50,10 @@ def _fit(config: CalibrateConfig) -> None:
     from calibration import run
 
     places = run.places_of(config)
-    for regime, fit in run.run_fit(config, places).fits.items():
-        print(f"{regime:<8} temperatures {' '.join(f'{value:.3g}' for value in fit.temperatures)}")
+    split = run.run_fit(config, places)
+    for regime, calibrator in split.chosen.items():
+        scales, biases = (" ".join(f"{v:.3g}" for v in values) for values in (calibrator.scales, calibrator.biases))
+        print(f"{regime:<8} scales {scales}, biases {biases}")
     print(f"written to {places.folder / 'calibration.json'}")
 
 
@@ -64,24 +68,19 @@ def _profile(config: CalibrateConfig) -> None:
 
 
 def _report(config: CalibrateConfig) -> None:
+    import_module("matplotlib")
     from calibration import run
 
     places = run.places_of(config)
-    _report_on(config, places, run.split_records(config, places), None)
+    _report_on(config, places, run.read_split(config, places), None)
 
 
 def _report_on(config: CalibrateConfig, places: Any, split: Any, profile: Any) -> None:
     from calibration import run
     from calibration.report import summary, write_report
 
-    found = write_report(
-        places.work,
-        fitted_on=split.fitted_on,
-        judged=split.judged,
-        fits=split.fits,
-        profile=profile,
-        conditions=run.conditions(config, places),
-    )
+    conditions = run.conditions(config, places)
+    found = write_report(places.work, split, profile=profile, conditions=conditions, bins=config.bins)
     print(summary(found))
     print(f"the server finds calibration.json and step_cost.json in {places.folder}")
     print(f"to look at: {Path(places.work) / 'report.html'}")

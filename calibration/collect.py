@@ -16,12 +16,13 @@ from calibration.records import Records
 from calibration.settings import DEFAULT_PROMPTS, CalibrateConfig
 from dspark_core.checkpoint.files import locked
 from dspark_core.errors import CheckpointError, RequestError
+from dspark_core.keys import Keys
 from dspark_core.randomness import derive_key
 from dspark_core.sampling import REGIMES, Regime, SamplingParams
 from dspark_core.train.records import Prompt, append_record, read_lines, read_prompts, resume_records
 from server.engine import Engine
 from server.offline import complete
-from server.policy import LengthPolicy, RoundOutcome
+from server.policy import LengthPolicy, Rounds
 from server.request import RequestParams
 
 logger = logging.getLogger(__name__)
@@ -61,14 +62,15 @@ def load_prompts(config: CalibrateConfig) -> list[Prompt]:
 
 
 def make_tasks(config: CalibrateConfig, prompts: Sequence[Prompt]) -> list[Task]:
-    """Every prompt greedily, under the ratio rule at every temperature, and under the coupled rule at one of them.
+    """Every prompt greedily and under the ratio rule at every temperature, every second one under the coupled rule too.
 
     Mixed by the seed: wherever the file is cut, it is a fair one.
     """
     tasks = []
     for number in range(len(prompts)):
         tasks += [Task(number, "greedy", 0.0), *(Task(number, "ratio", t) for t in config.temperatures)]
-        tasks.append(Task(number, "coupled", config.temperatures[number % len(config.temperatures)]))
+        if number % 2 == 0:
+            tasks.append(Task(number, "coupled", config.temperatures[number // 2 % len(config.temperatures)]))
     return sorted(tasks, key=lambda task: derive_key("order", config.seed, task.id))
 
 
@@ -111,18 +113,23 @@ def _answer(
 ) -> int:
     rounds: dict[int, list[dict[str, Any]]] = {}
 
-    def note(outcome: RoundOutcome) -> None:
-        assert outcome.logits is not None
-        assert outcome.verified == outcome.drafted, "a block was not verified in full"
-        rounds.setdefault(id(outcome.request), []).append(
-            {"logits": outcome.logits, "decided": outcome.decided, "accepted": outcome.accepted}
-        )
+    def note(found: Rounds) -> None:
+        assert found.logits is not None
+        assert (found.verified == found.drafted).all(), "a block was not verified in full"
+        for row, request in enumerate(found.requests):
+            record = {
+                "logits": found.logits[row, : found.drafted[row]].tolist(),
+                "decided": int(found.decided[row]),
+                "accepted": int(found.accepted[row]),
+            }
+            rounds.setdefault(id(request), []).append(record)
 
     def jobs() -> Iterator[tuple[Task, list[int], RequestParams]]:
         for task in todo:
             yield task, engine.tokenizer.encode_chat(prompts[task.prompt].messages), task.params(config)
 
     engine.observers.append(note)
+    engine.reads_confidence = True
     try:
         with path.open("ab") as file, tqdm(total=len(todo), unit="answer", desc="collect", disable=not todo) as bar:
             for task, request in complete(engine, jobs()):
@@ -141,6 +148,7 @@ def _answer(
         raise CheckpointError(f"{config.prompts or DEFAULT_PROMPTS}: a prompt cannot be used: {error}") from None
     finally:
         engine.observers.remove(note)
+        engine.reads_confidence = False
     return len(todo)
 
 
@@ -150,27 +158,20 @@ def read_records(path: Path, draft_len: int) -> Records:
     Raises:
         CheckpointError: unreadable, or no round is left.
     """
-    rows: list[tuple[list[float], int, int, float, int, str, int]] = []
+    rows: list[tuple[Any, ...]] = []
     dropped = 0
     for keys in read_lines(path):
         name = keys.get("regime", str)
         if name not in REGIMES:
             raise CheckpointError(f"{keys.where}: regime {name!r}, expected {', '.join(REGIMES)}")
-        place = (
-            float(keys.get("temperature", (int, float))),
-            REGIMES.index(name),
-            keys.get("domain", str),
-            keys.get("prompt", int),
-        )
+        temperature, domain = float(keys.get("temperature", (int, float))), keys.get("domain", str)
+        place = temperature, REGIMES.index(name), domain, keys.get("prompt", int)
         for found in keys.get("rounds", list):
-            logits = found["logits"]
-            if len(logits) > draft_len:
-                raise CheckpointError(f"{keys.where}: {len(logits)} slots in a round, expected at most {draft_len}")
-            if any(value is None or math.isnan(value) for value in logits):
+            logits, decided, accepted = _read_round(found, keys.where, draft_len)
+            if any(map(math.isnan, logits)):
                 dropped += 1
                 continue
-            row = logits + [math.nan] * (draft_len - len(logits))
-            rows.append((row, found["decided"], found["accepted"], *place))
+            rows.append((logits + [math.nan] * (draft_len - len(logits)), decided, accepted, *place))
     if dropped:
         logger.warning("%s: %d rounds without a number for confidence were left out", path, dropped)
     if not rows:
@@ -187,3 +188,18 @@ def read_records(path: Path, draft_len: int) -> Records:
         prompt=np.array(columns[6]),
         domains=domains,
     )
+
+
+def _read_round(found: Any, where: str, draft_len: int) -> tuple[list[float], int, int]:
+    """Logits, decided and accepted slots."""
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where}: a round is an {type(found).__name__}, expected an object")
+    keys = Keys(found, where)
+    logits, decided, accepted = keys.get("logits", list), keys.get("decided", int), keys.get("accepted", int)
+    if len(logits) > draft_len:
+        raise CheckpointError(f"{where}: {len(logits)} slots in a round, expected at most {draft_len}")
+    if not 0 <= accepted <= decided <= len(logits):
+        raise CheckpointError(f"{where}: accepted {accepted} of {decided} decided of {len(logits)} slots")
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in logits):
+        raise CheckpointError(f"{where}: logits {logits!r}, expected numbers")
+    return [float(value) for value in logits], decided, accepted

@@ -12,17 +12,22 @@ import numpy as np
 from tqdm import tqdm
 
 from calibration.collect import RECORDS_FILE, collect, read_records
-from calibration.records import Records, split_by_prompt
 from calibration.settings import DEFAULT_PROMPTS, CalibrateConfig
-from calibration.sts import Fit, evaluate, fit_regimes, raw
-from dspark_core.checkpoint.calibration import CALIBRATION_FILE, Calibration, CalibrationReport, save_calibration
+from calibration.split import Split, fit_split, of_regime
+from calibration.sts import evaluate, raw
+from dspark_core.checkpoint.calibration import (
+    CALIBRATION_FILE,
+    Calibration,
+    CalibrationReport,
+    Scaling,
+    save_calibration,
+)
 from dspark_core.checkpoint.fingerprint import fingerprint
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.references import resolve_draft
 from dspark_core.checkpoint.step_cost import STEP_COST_FILE, save_step_cost
 from dspark_core.errors import CheckpointError
 from dspark_core.keys import Keys
-from dspark_core.sampling import REGIMES, Regime
 from server.config import ServerConfig
 from server.engine import Engine
 from server.loader import load_engine, locate
@@ -46,15 +51,6 @@ class Places:
     @property
     def records(self) -> Path:
         return self.work / RECORDS_FILE
-
-
-@dataclass(frozen=True)
-class Split:
-    """Records to fit on and to judge by, and the fit of each regime on the former."""
-
-    fitted_on: Records
-    judged: Records
-    fits: dict[Regime, Fit]
 
 
 def places_of(config: CalibrateConfig) -> Places:
@@ -113,32 +109,36 @@ def run_collect(config: CalibrateConfig, places: Places, engine: Engine, origin:
 
 def run_fit(config: CalibrateConfig, places: Places) -> Split:
     """Fit temperatures on a part of the records, judge them by the others, write calibration.json."""
-    split = split_records(config, places)
+    split = read_split(config, places)
     if "ratio" not in split.fits:
         raise CheckpointError(f"{places.records} holds no round of the ratio rule, expected some")
-    judged = split.judged.of(split.judged.regime == REGIMES.index("ratio"))
+    ratio = of_regime(split.judged, "ratio")
     before, after = (
-        [row.ece for row in evaluate(judged, calibrator, np.random.default_rng(config.seed), bins=config.bins)]
-        for calibrator in (raw(judged.draft_len), split.fits["ratio"].calibrator)
+        [row.ece for row in evaluate(ratio, calibrator, np.random.default_rng(config.seed), bins=config.bins)]
+        for calibrator in (raw(ratio.draft_len), split.fits["ratio"].calibrator)
     )
     report = CalibrationReport(
         dataset=config.prompts or f"{DEFAULT_PROMPTS.name} of dspark",
         num_samples=len(split.fitted_on),
+        temperatures=split.fits["ratio"].temperatures,
         ece_before=before,
         ece_after=after,
-        details={"date": _today(), "max_tokens": config.max_tokens, "temperatures": list(config.temperatures)},
+        details={
+            "date": _today(),
+            "method": split.method,
+            "max_tokens": config.max_tokens,
+            "temperatures": list(config.temperatures),
+        },
     )
-    calibration = Calibration({regime: fit.temperatures for regime, fit in split.fits.items()})
-    origin = read_origin(places)
-    save_calibration(places.folder / CALIBRATION_FILE, calibration, report, origin, versions())
+    calibration = Calibration({regime: Scaling(c.scales, c.biases) for regime, c in split.chosen.items()})
+    save_calibration(places.folder / CALIBRATION_FILE, calibration, report, read_origin(places), versions())
     return split
 
 
-def split_records(config: CalibrateConfig, places: Places) -> Split:
+def read_split(config: CalibrateConfig, places: Places) -> Split:
     """Read the records and fit; nothing is written."""
     records = read_records(places.records, read_origin(places).draft_len)
-    fitted_on, judged = split_by_prompt(records, config.held_out, config.seed)
-    return Split(fitted_on, judged, fit_regimes(fitted_on, bins=config.bins))
+    return fit_split(records, config.held_out, config.method, bins=config.bins, seed=config.seed)
 
 
 def read_origin(places: Places) -> Origin:

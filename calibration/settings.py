@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from dspark_core.settings import CpuWeights, DtypeName, Settings, setting
 
@@ -32,12 +33,15 @@ class CalibrateConfig(Settings):
     temperatures: tuple[float, ...] = setting(
         (0.7, 1.0), "records", "temperatures of the answers that are not greedy", min_length=1
     )
-    max_tokens: int = setting(64, "records", "longest answer, in tokens", ge=2)
+    max_tokens: int = setting(40, "records", "longest answer, in tokens", ge=2)
     limit: int | None = setting(None, "records", "only so many prompts of every domain", ge=2)
     max_num_seqs: int = setting(16, "records", "answers generated at once", ge=1)
     seed: int = setting(0, "records", "seed of the answers and of the split", ge=0)
 
     held_out: float = setting(0.4, "fit", "share of the prompts to judge by, not fitted on", gt=0, lt=1)
+    method: Literal["auto", "sts", "platt"] = setting(
+        "auto", "fit", "sts: a temperature a position; platt: a scale and a bias; auto: platt if clearly better"
+    )
     bins: int = setting(15, "fit", "bins of the calibration error", ge=2)
 
     contexts: tuple[int, ...] = setting((256, 1024), "profile", "lengths of context to measure steps at", min_length=1)

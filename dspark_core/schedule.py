@@ -135,28 +135,3 @@ def choose_draft_lens(
     seconds = cost.verify_seconds(batch_tokens) + cost.draft_seconds(drafting, admitted)
     seconds[1:] *= draft_factor
     return path.lens(int(np.argmax(path.tokens(num_requests + others) / seconds)), num_requests)
-
-
-class Acceptance:
-    """Running estimate of the conditional acceptance by slot, of one request or of all.
-
-    Args:
-        draft_len: K.
-        memory: rounds after which an observation counts for 1/e of a new one.
-    """
-
-    def __init__(self, draft_len: int, memory: float) -> None:
-        self.stood, self.reached = np.zeros(draft_len), np.zeros(draft_len)
-        self._keep = float(np.exp(-1 / memory))
-
-    def observe(self, reached: Sequence[float] | Floats, stood: Sequence[float] | Floats) -> None:
-        """A round: for its first slots, whether (or how probably) each was reached, and whether it stands."""
-        self.stood *= self._keep
-        self.reached *= self._keep
-        self.stood[: len(stood)] += stood
-        self.reached[: len(reached)] += reached
-
-    def rates(self, prior: Floats | float, weight: float) -> Floats:
-        """[K] estimates; `prior` counts as `weight` rounds."""
-        rates: Floats = (self.stood + prior * weight) / (self.reached + weight)
-        return rates

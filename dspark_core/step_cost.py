@@ -47,6 +47,8 @@ class StepCost:
     Attributes:
         curves: as measured with a short context.
         context: that one, in tokens.
+        block: rows of one request in the passes of `curves`, as far as there were more than so many.
+        request_seconds: what a request more, with the same rows in all, adds to the target's pass.
         per_request, per_row: seconds that a token more of context adds to the target's pass, for every request in it
             (its keys and values are read) and for every row (it is scored against them).
         draft_per_request: seconds that a token more of context adds to drafting, for every request.
@@ -54,6 +56,8 @@ class StepCost:
 
     curves: CostCurves
     context: int = 0
+    block: int = 1
+    request_seconds: float = 0.0
     per_request: float = 0.0
     per_row: float = 0.0
     draft_per_request: float = 0.0
@@ -66,9 +70,12 @@ class StepCost:
         """The curves of steps of so many requests, which have so many tokens of context each, in the mean."""
         base, more = self.curves, max(context - self.context, 0)
         rows, drafting = np.array(base.tokens), np.array(base.requests) * self.draft_per_request
+        others = np.maximum(requests - np.maximum(rows // self.block, 1), 0)  # than those of the pass that was measured
         return replace(
             base,
-            verify=np.array(base.verify) + more * (self.per_request * requests + self.per_row * rows),
+            verify=np.array(base.verify)
+            + self.request_seconds * others
+            + more * (self.per_request * requests + self.per_row * rows),
             first_slot=np.array(base.first_slot) + more * drafting,
             all_slots=np.array(base.all_slots) + more * drafting,
         )

@@ -15,11 +15,13 @@ from starlette.requests import ClientDisconnect
 from dspark_core.errors import RequestError
 from server.async_engine import AsyncEngine, EngineDeadError, QueueFullError, Stream
 from server.config import ServerConfig
+from server.metrics import CONTENT_TYPE as METRICS_TYPE
+from server.metrics import Metrics
 from server.protocol import INTERNAL_ERROR, GenerateRequest, error_body, parse_generate, to_json
 from server.streaming import EventStream, Generation, GenerationError, reply, while_connected
 
 MAX_BODY_BYTES = 8 * 2**20
-_ENDPOINTS = "POST /generate, GET /health, GET /v1/models"
+_ENDPOINTS = "POST /generate, GET /health, GET /metrics, GET /v1/models"
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 Headers = Mapping[str, str] | None
 # nginx's number for a client that went first; only the access log sees it.
@@ -69,6 +71,12 @@ def _routes(engine: AsyncEngine, config: ServerConfig) -> APIRouter:
         if not engine.healthy:
             raise EngineDeadError("the engine is not running")
         return json_response({"status": "ok", "running": engine.num_running, "waiting": engine.num_waiting})
+
+    metrics = Metrics(engine)
+
+    @router.get("/metrics")
+    async def series() -> Response:
+        return Response(metrics.text(), media_type=METRICS_TYPE)
 
     @router.get("/v1/models")
     async def models() -> Response:

@@ -15,6 +15,7 @@ from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
 from server.engine import Engine
 from server.request import Delta, Request, RequestParams
+from server.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, max_queue: int | None = None) -> None:
-        self.engine, self.max_queue = engine, max_queue
+        self.engine, self.max_queue, self.watch = engine, max_queue, Watch(engine)
         self._commands: deque[Callable[[], None]] = deque()
         self._arriving = 0  # requests among the commands
         self._wake = threading.Condition()

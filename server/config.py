@@ -51,6 +51,9 @@ class ServerConfig(Settings):
     step_cost: str | None = setting(
         None, "engine", "step_cost.json; unset: beside the draft, else measured at start and kept", min_length=1
     )
+    recalibrate_online: bool = setting(
+        False, "engine", "refit the calibration in service, from a few blocks that are verified in full"
+    )
     kv_memory_fraction: float = setting(0.3, "engine", "share of the free memory given to KV", gt=0, lt=1)
     page_size: int = setting(64, "engine", "token positions in a page of KV")
     prefix_cache: bool = setting(True, "engine", "keep the KV of prompts for later ones that begin alike")

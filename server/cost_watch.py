@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from dspark_core.step_cost import StepCost
 from server.policy import StepOutcome
 
-MEMORY = 50.0  # steps
+MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both alike" counts for
 LEAST, MOST = 0.5, 2.0  # a step that took longer was interrupted by something else
 GRAIN = 50  # the factor moves in steps of 2 %, for every change of it means a new search
 
@@ -27,12 +25,14 @@ class CostWatch:
         self.cost = cost
         self.plain = self.drafting = 1.0
         self.predicted = 0.0
-        self._keep = math.exp(-1 / MEMORY)
+        self._counts = {False: 0, True: 0}  # of steps without and with drafting
 
     @property
     def factor(self) -> float:
         """What a step's predicted seconds are to be multiplied by if somebody drafts in it, next to a plain one."""
-        return round(self.drafting / self.plain * GRAIN) / GRAIN
+        known = min(self._counts.values())  # of either kind: what slows both down alike says nothing
+        share = known / (known + PRIOR)
+        return round((1 + (self.drafting / self.plain - 1) * share) * GRAIN) / GRAIN
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step. Those with prompts in them are left out: their cost is not measured as closely."""
@@ -42,7 +42,9 @@ class CostWatch:
             outcome.batch_tokens, outcome.context, outcome.decoding, outcome.drafting, outcome.drafted
         )
         found = min(max(outcome.seconds / self.predicted, LEAST), MOST)
-        if outcome.drafting:
-            self.drafting += (found - self.drafting) * (1 - self._keep)
+        drafts = outcome.drafting > 0
+        self._counts[drafts] = count = min(self._counts[drafts] + 1, MEMORY)
+        if drafts:
+            self.drafting += (found - self.drafting) / count
         else:
-            self.plain += (found - self.plain) * (1 - self._keep)
+            self.plain += (found - self.plain) / count

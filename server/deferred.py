@@ -17,6 +17,8 @@ from dspark_core.devices import tensor_on
 from dspark_core.draft.drafter import Drafter
 from server.request import Request
 
+HELD = 32  # rows of memory held for one that is wanted
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -34,9 +36,13 @@ class DeferredContext:
         self._waiting: WeakKeyDictionary[Request, list[Committed]] = WeakKeyDictionary()
 
     def keep(self, request: Request, tokens: Committed) -> None:
-        """Let these wait."""
-        own = Committed(tokens.position, tokens.slots, tokens.features.clone())
-        self._waiting[request] = [*self._before(request, tokens.position), own]
+        """Let these wait. Of features that the next step may overwrite, or that hold many rows, a copy is kept."""
+        features = tokens.features
+        if features.is_cuda or features.untyped_storage().nbytes() > HELD * features.nbytes:
+            features = features.clone()
+        waiting = self._before(request, tokens.position)
+        waiting.append(Committed(tokens.position, tokens.slots, features))
+        self._waiting[request] = waiting
 
     def take(self, request: Request, position: int) -> list[Committed]:
         """What waits just before `position`, which is to be written now."""

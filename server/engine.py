@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back, step_outcome
 from server.limits import check_limits
 from server.logprobs import token_logprobs
-from server.policy import Floats, LengthPolicy, RoundOutcome
+from server.policy import Floats, LengthPolicy, Rounds, StepOutcome
 from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
 
@@ -82,7 +83,9 @@ class Engine:
             max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
         )
-        self.observers: list[Callable[[RoundOutcome], None]] = []
+        self.observers: list[Callable[[Rounds], None]] = []
+        self.step_observers: list[Callable[[StepOutcome], None]] = []
+        self.reads_confidence = False  # for observers, where the policy does not
         self.deferred = DeferredContext()
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
@@ -172,7 +175,9 @@ class Engine:
         outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
         self._observe(drafting, verify_lens, confidence)
         self._commit(work, layout, emitted, output.features)
-        self.policy.observe_step(step_outcome(work, len(drafting), layout, time.perf_counter() - started))
+        taken = step_outcome(work, len(drafting), layout, time.perf_counter() - started)
+        for observe in (self.policy.observe_step, *self.step_observers):
+            observe(taken)
         return outcomes
 
     def _round(self, items: Sequence[Work]) -> Round | None:
@@ -190,7 +195,7 @@ class Engine:
         ]
         drafts = self.drafter.draft(blocks, draft_round.choose)
         confidence = None
-        if drafts.confidence_logits is not None and (self.policy.reads_confidence or self.observers):
+        if drafts.confidence_logits is not None and (self.policy.reads_confidence or self.reads_confidence):
             confidence = drafts.confidence_logits.cpu().double().numpy()
         lens = self.policy.admit([i.request for i in items], [i.num_slots for i in items], confidence)
         return drafts.draft_ids, lens, confidence
@@ -229,15 +234,21 @@ class Engine:
         return request.take_delta()
 
     def _observe(self, items: Sequence[Work], verify_lens: list[int], confidence: Floats | None) -> None:
-        """Tell who wants to know what became of each block."""
-        for row, item in enumerate(items):
-            if item.request.error:
-                continue
-            decided, accepted = item.request.decided_and_accepted[-1]
-            logits = None if confidence is None else confidence[row, : item.num_slots].tolist()
-            outcome = RoundOutcome(item.request, logits, item.num_slots, verify_lens[row], decided, accepted)
-            for observe in (self.policy.observe, *self.observers):
-                observe(outcome)
+        """Tell who wants to know what became of the blocks."""
+        told = [row for row, item in enumerate(items) if not item.request.error]
+        if not told:
+            return
+        outcomes = np.array([items[row].request.decided_and_accepted[-1] for row in told])
+        rounds = Rounds(
+            requests=[items[row].request for row in told],
+            logits=None if confidence is None else confidence[told],
+            drafted=np.array([items[row].num_slots for row in told]),
+            verified=np.array([verify_lens[row] for row in told]),
+            decided=outcomes[:, 0],
+            accepted=outcomes[:, 1],
+        )
+        for observe in (self.policy.observe, *self.observers):
+            observe(rounds)
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""

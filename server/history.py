@@ -3,78 +3,121 @@
 from __future__ import annotations
 
 import math
-from weakref import WeakKeyDictionary
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_core.schedule import Acceptance
-from server.policy import RoundOutcome
+from server.policy import Rounds
 from server.request import Request
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 START = 0.6  # acceptance that a draft is trusted with before anything is known
-ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds
+ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds after which one counts for 1/e of a new one
 OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
 # How far outcomes may correct the confidence, and for how many tokens "as predicted" counts before there are any.
 LEAST_CORRECTION, MOST_CORRECTION, CORRECTION_PRIOR = 0.25, 2.0, 8.0
 
 
-class Estimate:
-    """Running figures over rounds.
+class Sums:
+    """Fading sums over the rounds of some groups (requests, or all together).
 
     Attributes:
-        acceptance: by slot.
-        predicted, accepted: tokens that the confidence promised and that were accepted, of those verified.
+        reached, stood: [G, K] rounds, or their probability, in which a slot was reached, and in which it stood.
+        predicted, accepted: [G] tokens that the confidence promised and that were accepted, of those verified.
     """
 
-    def __init__(self, draft_len: int, memory: float) -> None:
-        self.acceptance = Acceptance(draft_len, memory)
-        self.predicted = self.accepted = 0.0
-        self._keep = math.exp(-1 / memory)
+    def __init__(self, groups: int, draft_len: int) -> None:
+        self.reached, self.stood = np.zeros((groups, draft_len)), np.zeros((groups, draft_len))
+        self.predicted, self.accepted = np.zeros(groups), np.zeros(groups)
 
-    def observe(self, outcome: RoundOutcome, survival: Floats | None) -> None:
-        """Add a round; `survival` [drafted] is what the confidence said of it, None if it said nothing."""
-        if survival is None:
-            self.acceptance.observe([1.0] * outcome.decided, [1.0] * outcome.accepted)
-            return
-        # By what was expected of all slots, verified or not: judging by outcomes those slots alone that looked good
-        # enough to be verified would flatter the others.
-        self.acceptance.observe(np.concatenate(([1.0], survival[:-1])), survival)
-        if outcome.decided == outcome.accepted < outcome.verified:
-            return  # the text ended in its block: nobody knows how far that would have gone
-        self.predicted = self.predicted * self._keep + float(survival[: outcome.verified].sum())
-        self.accepted = self.accepted * self._keep + outcome.accepted
+    def parts(self) -> tuple[Floats, ...]:
+        return self.reached, self.stood, self.predicted, self.accepted
 
-    def correction(self, prior: float) -> float:
-        """What the confidence's promises are to be multiplied by; `prior` counts for some tokens."""
-        found = (self.accepted + prior * CORRECTION_PRIOR) / (self.predicted + CORRECTION_PRIOR)
-        return min(max(found, LEAST_CORRECTION), MOST_CORRECTION)
+    def grow(self) -> None:
+        """Twice as many groups."""
+        self.reached, self.stood, self.predicted, self.accepted = (
+            np.concatenate((part, np.zeros_like(part))) for part in self.parts()
+        )
+
+    def clear(self, group: int) -> None:
+        for part in self.parts():
+            part[group] = 0
+
+    def rates(self, groups: Ints, prior: Floats | float, weight: float) -> Floats:
+        """[G, K] conditional acceptance; `prior` counts as `weight` rounds."""
+        rates: Floats = (self.stood[groups] + prior * weight) / (self.reached[groups] + weight)
+        return rates
+
+    def correction(self, groups: Ints, prior: Floats | float) -> Floats:
+        """[G] what the confidence's promises are to be multiplied by; `prior` counts for some tokens."""
+        found = (self.accepted[groups] + prior * CORRECTION_PRIOR) / (self.predicted[groups] + CORRECTION_PRIOR)
+        return np.clip(found, LEAST_CORRECTION, MOST_CORRECTION)
 
 
 class History:
-    """Estimates over all requests, and of each."""
+    """Sums over all requests, and of each."""
 
     def __init__(self, draft_len: int) -> None:
         self.draft_len, self.rounds = draft_len, 0
-        self._all = Estimate(draft_len, ALL_MEMORY)
-        self._own: WeakKeyDictionary[Request, Estimate] = WeakKeyDictionary()
+        self._all, self._own = Sums(1, draft_len), Sums(16, draft_len)
+        self._rows: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
+        self._free = list(range(16))
 
-    def observe(self, outcome: RoundOutcome, survival: Floats | None) -> None:
-        self._all.observe(outcome, survival)
-        self._of(outcome.request).observe(outcome, survival)
-        self.rounds += 1
+    def observe(self, rounds: Rounds, survival: Floats | None) -> None:
+        """Learn from a step's rounds; `survival` [R, K] is what the confidence said of them, NaN if it said nothing."""
+        slots, count = np.arange(self.draft_len), len(rounds.requests)
+        # By outcomes, slots that were judged. With confidence, by what was expected of all slots, verified or not:
+        # those alone that looked good enough to be verified would flatter the others.
+        reached = (slots < rounds.decided[:, None]).astype(float)
+        stood = (slots < rounds.accepted[:, None]).astype(float)
+        predicted, accepted = np.zeros(count), np.zeros(count)
+        if survival is not None:
+            drafted = slots < rounds.drafted[:, None]
+            told = ~np.isnan(np.where(drafted, survival, 0)).any(-1)
+            before = np.concatenate((np.ones((count, 1)), survival[:, :-1]), -1)
+            reached[told], stood[told] = np.where(drafted, before, 0)[told], np.where(drafted, survival, 0)[told]
+            # Where a text ended in its block, nobody knows how far that would have gone.
+            whole = told & ~((rounds.decided == rounds.accepted) & (rounds.accepted < rounds.verified))
+            verified = np.where(slots < rounds.verified[:, None], survival, 0)
+            predicted[whole], accepted[whole] = verified[whole].sum(-1), rounds.accepted[whole]
+        new = (reached, stood, predicted, accepted)
+        rows = self._rows_of(rounds.requests)
+        for part, values in zip(self._own.parts(), new, strict=True):
+            part[rows] = part[rows] * math.exp(-1 / OWN_MEMORY) + values
+        for part, values in zip(self._all.parts(), new, strict=True):
+            part[0] = part[0] * math.exp(-count / ALL_MEMORY) + values.sum(0)
+        self.rounds += count
 
-    def survival(self, request: Request) -> Floats:
-        """[K] probability that the drafts up to each slot of the next block are all accepted."""
-        base = self._all.acceptance.rates(START, 1.0)
-        rates = self._of(request).acceptance.rates(base, OWN_PRIOR)
-        return np.minimum(rates.cumprod() * self.correction(request), 1.0)
+    def survival(self, requests: Sequence[Request]) -> Floats:
+        """[R, K] probability that the drafts up to each slot of the next block are all accepted."""
+        base = self._all.rates(_FIRST, START, 1.0)
+        rates = self._own.rates(self._rows_of(requests), base, OWN_PRIOR)
+        return np.minimum(rates.cumprod(-1) * self.correction(requests)[:, None], 1.0)
 
-    def correction(self, request: Request) -> float:
-        """What this request's confidence is to be multiplied by, by what became of earlier blocks."""
-        return self._of(request).correction(self._all.correction(1.0))
+    def correction(self, requests: Sequence[Request]) -> Floats:
+        """[R] what these requests' confidence is to be multiplied by, by what became of earlier blocks."""
+        return self._own.correction(self._rows_of(requests), self._all.correction(_FIRST, 1.0))
 
-    def _of(self, request: Request) -> Estimate:
-        return self._own.setdefault(request, Estimate(self.draft_len, OWN_MEMORY))
+    def _rows_of(self, requests: Sequence[Request]) -> Ints:
+        rows = [self._rows.get(request, -1) for request in requests]
+        for place, row in enumerate(rows):
+            if row < 0:
+                rows[place] = self._new_row(requests[place])
+        return np.array(rows)
+
+    def _new_row(self, request: Request) -> int:
+        if not self._free:
+            size = len(self._own.predicted)
+            self._own.grow()
+            self._free += range(size, 2 * size)  # the same list: requests that end give their place back to it
+        row = self._rows[request] = self._free.pop()
+        self._own.clear(row)
+        weakref.finalize(request, self._free.append, row)
+        return row
+
+
+_FIRST = np.array([0])

@@ -15,28 +15,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_core.checkpoint.calibration import Calibration
+from dspark_core.sampling import Regime
 from dspark_core.schedule import admit_above
 from server.request import Request
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class RoundOutcome:
-    """One request's round with drafts, after verification.
+class Rounds:
+    """What became of the blocks of a step, one of each of R requests.
 
     Attributes:
-        logits: [drafted] raw confidence logits; None without a confidence head, or if nobody wants them.
-        drafted, verified, accepted: slots; `accepted` were delivered to the client.
-        decided: slots that were found accepted or rejected: none after a rejection, none after the end of the text.
+        logits: [R, k] raw confidence logits, meaningless beyond `drafted`; None if nobody reads them.
+        drafted, verified, accepted: [R] slots; `accepted` were delivered to the client.
+        decided: [R] slots that were found accepted or rejected: none after a rejection, none after the end of the text.
     """
 
-    request: Request
-    logits: Sequence[float] | None
-    drafted: int
-    verified: int
-    decided: int
-    accepted: int
+    requests: Sequence[Request]
+    logits: Floats | None
+    drafted: Ints
+    verified: Ints
+    decided: Ints
+    accepted: Ints
+
+    @property
+    def regimes(self) -> list[Regime]:
+        """[R] the rules that they were verified by."""
+        return [request.params.sampling.regime for request in self.requests]
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class LengthPolicy:
         """
         return list(slots)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a round."""
+    def observe(self, rounds: Rounds) -> None:
+        """Learn from the blocks of a step."""
 
     def observe_step(self, outcome: StepOutcome) -> None:
         """Learn from a step."""

@@ -64,6 +64,7 @@ def profile(
     runs: dict[Key, Callable[[], object]] = {
         ("verify", probe.context, *passes[b]): partial(probe.verify, *passes[b]) for b in sizes
     }
+    runs |= {("verify", probe.context, n, 1): partial(probe.verify, n, 1) for n in counts}
     if engine.drafter:
         runs |= {("draft", probe.context, n, k): partial(probe.draft, n, k) for n in counts for k in (1, slots)}
     for context in contexts:
@@ -81,7 +82,9 @@ def profile(
     )
     logger.info("step costs measured in %.1f s", time.perf_counter() - start)
     spread = {" ".join(map(str, key)): _spread(values) for key, values in seconds.items()}
-    return Profile(StepCost(curves, probe.context, *_slopes(medians, probe.context)), medians, spread)
+    alone = {n: medians["verify", probe.context, n, 1] for n in counts}
+    cost = StepCost(curves, probe.context, block, _per_request(curves, alone, block), *_slopes(medians, probe.context))
+    return Profile(cost, medians, spread)
 
 
 def _with_context(probe: Probe, slots: int) -> dict[Key, Callable[[], object]]:
@@ -92,6 +95,15 @@ def _with_context(probe: Probe, slots: int) -> dict[Key, Callable[[], object]]:
     if probe.engine.drafter:
         runs["draft", probe.context, 1, slots] = partial(probe.draft, 1, slots)
     return runs
+
+
+def _per_request(curves: CostCurves, alone: dict[int, float], block: int) -> float:
+    """Seconds that a request more adds to a pass of as many rows, from passes of one row of each request."""
+    more = [
+        (n - max(n // block, 1), t - float(curves.verify_seconds(np.array([float(n)]))[0])) for n, t in alone.items()
+    ]
+    weights = sum(m * m for m, _ in more)
+    return max(sum(m * t for m, t in more) / weights, 0.0) if weights else 0.0
 
 
 def _slopes(medians: dict[Key, float], short: int) -> tuple[float, float, float]:
@@ -171,10 +183,19 @@ class Probe:
         engine.target(batch, engine.pool, tap=engine.taps).logits.amax(-1).tolist()
 
     def draft(self, count: int, slots: int) -> None:
-        """Drafting some slots for some requests, until the host has the tokens."""
-        assert self.engine.drafter is not None
+        """Drafting some slots for some requests, and writing the context of as many tokens as such blocks may give:
+        one and half of them; until the host has the drafts."""
+        drafter, size, device = self.engine.drafter, self.engine.pool.page_size, self.engine.target.device
+        assert drafter is not None
+        config, rows = drafter.model.config, 1 + slots // 2
+        width = len(config.target_layer_ids) * config.decoder.hidden_size
+        places = torch.arange(self.context, self.context + rows, device=device).repeat(count)
+        first = torch.arange(count, device=device).repeat_interleave(rows) * (self.pages * size)
+        drafter.absorb(
+            torch.zeros(count * rows, width, dtype=drafter.model.dtype, device=device), places, first + places
+        )
         blocks = [DraftBlock(1, self.context, slots, self.table(i)) for i in range(count)]
-        self.engine.drafter.draft(blocks, most_likely).draft_ids.tolist()
+        drafter.draft(blocks, most_likely).draft_ids.tolist()
 
 
 def most_likely(slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:  # noqa: ARG001

@@ -25,6 +25,7 @@ from server.config import ServerConfig
 from server.engine import Engine
 from server.policy import FixedLength, LengthPolicy, Threshold
 from server.profile import profile
+from server.recalibrate import OnlineRecalibration
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ def choose_policy(config: ServerConfig, engine: Engine, models: Models) -> tuple
         CheckpointError: a file named by the user does not fit, or a threshold is asked of a draft without confidence.
     """
     kind, _, value = config.verify.partition("=")
+    if config.recalibrate_online and (kind != "auto" or config.seed is not None):
+        raise CheckpointError("--recalibrate-online: needs --verify auto, without --seed")
     if kind == "auto" and config.seed is not None:
         text = "whole blocks, for --seed asks for the same texts in every run"
         return LengthPolicy(), {"verification": text}
@@ -113,7 +116,13 @@ def choose_policy(config: ServerConfig, engine: Engine, models: Models) -> tuple
         return Threshold(float(value), calibration), {"verification": text, **told}
     cost, source = find_step_cost(config, engine, models)
     text = "as far as pays, by confidence" if calibration else "as far as pays, by earlier rounds"
-    return AutoPolicy(cost, calibration), {"verification": text, **told, "step costs": source}
+    policy = AutoPolicy(cost, calibration)
+    if config.recalibrate_online:
+        if calibration is None:
+            raise CheckpointError(f"--recalibrate-online: {models.draft} has no confidence head")
+        engine.observers.append(OnlineRecalibration(policy, models.origin).observe)
+        told["calibration"] += ", refitted in service"
+    return policy, {"verification": text, **told, "step costs": source}
 
 
 def find_calibration(config: ServerConfig, models: Models) -> Calibration:

@@ -1,7 +1,8 @@
-"""`calibration.json`: temperatures of the confidence logits, one per draft position and regime.
+"""`calibration.json`: how probabilities come from confidence logits, by draft position and regime.
 
 The standard keys are those of SGLang's file (`temperatures`, for the ratio rule) and are read from TensorRT-LLM's
-(`sts_temperatures`) too; what is ours lies under `dspark`, where other tools do not look.
+(`sts_temperatures`) too. What is ours lies under `dspark`, where other tools do not look: all regimes, and a bias
+besides the scale where a temperature alone does not calibrate.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,21 +33,36 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How one regime's confidence comes from its logits: sigmoid(scale * logit + bias), [K] each.
+
+    Sequential Temperature Scaling gives scales of 1 / temperature and no biases.
+    """
+
+    scales: tuple[float, ...]
+    biases: tuple[float, ...]
+
+    @classmethod
+    def by_temperature(cls, temperatures: Sequence[float]) -> Scaling:
+        return cls(tuple(1 / value for value in temperatures), (0.0,) * len(temperatures))
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What turns confidence logits into probabilities.
 
     Attributes:
-        temperatures: by regime, [K] each; a regime that is not there uses the ratio rule's.
+        regimes: a regime that is not there uses the ratio rule's.
         source: what to call it.
     """
 
-    temperatures: Mapping[Regime, tuple[float, ...]]
+    regimes: Mapping[Regime, Scaling]
     source: str = "raw confidence"
 
     @classmethod
     def raw(cls, draft_len: int) -> Calibration:
         """The head's own confidence."""
-        return cls({"ratio": (1.0,) * draft_len})
+        return cls({"ratio": Scaling.by_temperature((1.0,) * draft_len)})
 
     def survival(self, regimes: Sequence[Regime], logits: Floats) -> Floats:
         """Probability that the drafts up to each slot are all accepted, from raw confidence logits.
@@ -55,11 +71,12 @@ class Calibration:
             regimes: [R] of the requests.
             logits: [R, k], of the first k slots.
         """
-        default = self.temperatures["ratio"]
-        scale = np.array([self.temperatures.get(regime, default) for regime in regimes])[:, : logits.shape[1]]
+        own = [self.regimes.get(regime, self.regimes["ratio"]) for regime in regimes]
+        size = logits.shape[1]
+        scales, biases = (np.array(part)[:, :size] for part in zip(*((s.scales, s.biases) for s in own), strict=True))
         # exp overflows harmlessly: a saturated head is sure.
         with np.errstate(over="ignore"):
-            return cast(Floats, np.cumprod(1 / (1 + np.exp(-logits / scale)), -1))
+            return cast(Floats, np.cumprod(1 / (1 + np.exp(-(scales * logits + biases))), -1))
 
 
 @dataclass(frozen=True)
@@ -69,12 +86,14 @@ class CalibrationReport:
     Attributes:
         dataset: what the records were made from.
         num_samples: rounds that were fitted on.
-        ece_before, ece_after: [K] of the ratio rule, on held-out rounds; None where there were too few.
+        temperatures: [K] of the ratio rule.
+        ece_before, ece_after: [K] of the ratio rule without and with these, held out; None if there were no rounds.
         details: anything else that JSON holds.
     """
 
     dataset: str
     num_samples: int
+    temperatures: Sequence[float]
     ece_before: Sequence[float | None]
     ece_after: Sequence[float | None]
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -85,14 +104,14 @@ def save_calibration(
 ) -> None:
     """Write the file, all at once."""
     content = {
-        "temperatures": list(calibration.temperatures["ratio"]),
+        "temperatures": list(report.temperatures),
         "dataset": report.dataset,
         "num_samples": report.num_samples,
         "ece_before": list(report.ece_before),
         "ece_after": list(report.ece_after),
         "dspark": {
             "version": VERSION,
-            "regimes": {regime: list(values) for regime, values in calibration.temperatures.items()},
+            "regimes": {regime: asdict(scaling) for regime, scaling in calibration.regimes.items()},
             "origin": origin.as_json(),
             "versions": dict(versions),
             "details": dict(report.details),
@@ -115,7 +134,7 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
         name = "temperatures" if "temperatures" in keys.values else "sts_temperatures"
         values = _temperatures(keys.get(name, list), f"{path}: key '{name}'", origin.draft_len)
         logger.warning("%s does not say which model it was made for: used as it is, for every regime", path)
-        return Calibration({"ratio": values}, f"{path} (says nothing of its origin)")
+        return Calibration({"ratio": Scaling.by_temperature(values)}, f"{path} (says nothing of its origin)")
     inner = Keys(own, f"{path}: key 'dspark'")
     if (version := inner.get("version", int)) != VERSION:
         raise CheckpointError(f"{inner.where}: version {version}, expected {VERSION}")
@@ -126,18 +145,33 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
     if "ratio" not in regimes:
         raise CheckpointError(f"{inner.where}: regime 'ratio' is missing")
     found = {
-        regime: _temperatures(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
+        regime: _scaling(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
         for regime, values in regimes.items()
     }
     return Calibration(found, str(path))
 
 
-def _temperatures(values: Any, where: str, draft_len: int) -> tuple[float, ...]:
-    if not isinstance(values, list) or len(values) != draft_len:
-        found = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
-        raise CheckpointError(f"{where} holds {found}, expected {draft_len}, one per draft position")
+def _scaling(values: Any, where: str, draft_len: int) -> Scaling:
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is a {type(values).__name__}, expected an object")
+    keys = Keys(values, where)
+    return Scaling(
+        *(_numbers(keys.get(name, list), f"{where}: key '{name}'", draft_len) for name in ("scales", "biases"))
+    )
+
+
+def _temperatures(values: list[Any], where: str, draft_len: int) -> tuple[float, ...]:
+    numbers = _numbers(values, where, draft_len)
+    if min(numbers) <= 0:
+        raise CheckpointError(f"{where}: {min(numbers)!r}, expected a number above 0")
+    return numbers
+
+
+def _numbers(values: list[Any], where: str, draft_len: int) -> tuple[float, ...]:
+    if len(values) != draft_len:
+        raise CheckpointError(f"{where} holds {len(values)} values, expected {draft_len}, one per draft position")
     for value in values:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{where}: {value!r}, expected a number above 0")
+        if not number or not math.isfinite(value):
+            raise CheckpointError(f"{where}: {value!r}, expected a number")
     return tuple(float(value) for value in values)

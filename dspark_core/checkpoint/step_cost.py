@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 STEP_COST_FILE = "step_cost.json"
 VERSION = 1
 _MUST_AGREE = ("target", "draft", "draft_len", "dtype", "weights", "device", "machine", "threads")
-_CONTEXT = ("context", "per_request", "per_row", "draft_per_request")
+_CONTEXT = ("context", "block", "request_seconds", "per_request", "per_row", "draft_per_request")
 _CURVES = ("tokens", "verify", "requests", "first_slot", "all_slots")
 
 
@@ -71,6 +71,8 @@ def load_step_cost(path: Path, origin: Origin) -> StepCost:
     context = {name: inner.get(name, (int, float)) for name in _CONTEXT}
     if bad := [name for name, value in context.items() if not math.isfinite(value) or value < 0]:
         raise CheckpointError(f"{inner.where}: key '{bad[0]}' is {context[bad[0]]}, expected at least 0")
+    if context["block"] < 1 or any(int(context[name]) != context[name] for name in ("context", "block")):
+        raise CheckpointError(f"{inner.where}: keys 'context' and 'block', expected whole numbers, 'block' at least 1")
     return StepCost(_curves(inner.get("curves", dict), f"{inner.where}: key 'curves'", origin), **context)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from dspark_core.draft.heads import ConfidenceHead, build_markov_head
 from dspark_core.models.attention import FlatBatch
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import Attend, DecoderLayer, RMSNorm, empty_embedding
-from dspark_core.models.linear import never_int4, pack_linear
+from dspark_core.models.linear import never_int4, pack_linear, pack_norm
 from dspark_core.models.rope import Rotary
 from dspark_core.models.runner import LayerRunner, make_runner
 from dspark_core.settings import CpuWeights
@@ -31,9 +33,9 @@ class DraftModel(nn.Module):
         self.fc: nn.Module = nn.Linear(
             len(config.target_layer_ids) * decoder.hidden_size, decoder.hidden_size, bias=False
         )
-        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.norm_eps)
+        self.hidden_norm: nn.Module = RMSNorm(decoder.hidden_size, decoder.norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(decoder, i) for i in range(decoder.num_layers))
-        self.norm = RMSNorm(decoder.hidden_size, decoder.norm_eps)
+        self.norm: nn.Module = RMSNorm(decoder.hidden_size, decoder.norm_eps)
         self.lm_head: nn.Module = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
         self.markov_head = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -41,11 +43,11 @@ class DraftModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
+        return self.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.norm.weight.device
+        return self.embed_tokens.weight.device
 
     def prepare(
         self,
@@ -67,6 +69,7 @@ class DraftModel(nn.Module):
         rotary = Rotary(decoder.rope, decoder.head_dim, max_positions, self.device)
         self.runner = make_runner(self.layers, decoder, rotary, weights, with_context=True)
         self.fc = pack_linear(self.fc, weights=weights)
+        self.hidden_norm, self.norm = (pack_norm(cast(RMSNorm, norm)) for norm in (self.hidden_norm, self.norm))
         self.lm_head = lm_head or pack_linear(self.lm_head, rows=emit_vocab, weights=weights)
         if self.markov_head is not None:
             self.markov_head.pack(weights, emit_vocab=emit_vocab)

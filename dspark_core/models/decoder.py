@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from dspark_core.config import DecoderConfig
 from dspark_core.models.attention import FlatBatch
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer, RMSNorm, empty_embedding
-from dspark_core.models.linear import never_int4, pack_linear, stored_as
+from dspark_core.models.linear import never_int4, pack_linear, pack_norm, stored_as
 from dspark_core.models.rope import Rotary
 from dspark_core.models.runner import LayerRunner, make_runner
 from dspark_core.settings import CpuWeights
@@ -34,7 +35,7 @@ class TargetModel(nn.Module):
         self.config = config
         self.embed_tokens = empty_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm: nn.Module = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.runner: LayerRunner | None = None
 
@@ -66,6 +67,7 @@ class TargetModel(nn.Module):
         """
         rotary = Rotary(self.config.rope, self.config.head_dim, max_positions, self.device)
         self.runner = make_runner(self.layers, self.config, rotary, cpu_weights)
+        self.norm = pack_norm(cast(RMSNorm, self.norm))
         self.lm_head = pack_linear(self.lm_head, rows=emit_vocab, weights=never_int4(cpu_weights))
 
     @torch.inference_mode()

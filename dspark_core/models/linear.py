@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dspark_core.errors import CheckpointError
 from dspark_core.kernels import have_kernels
+from dspark_core.models.layers import RMSNorm
 from dspark_core.settings import CpuWeights
 
 
@@ -42,6 +43,16 @@ def pack_linear(*linears: nn.Module, rows: int | None = None, weights: CpuWeight
     except ValueError as error:
         shape = tuple(weight.shape)
         raise CheckpointError(f"cpu_weights is {weights}: a layer of shape {shape} cannot be packed: {error}") from None
+
+
+def pack_norm(norm: RMSNorm) -> nn.Module:
+    """A norm for inference: by our kernel on a CPU, as it is elsewhere."""
+    weight = norm.weight.detach()
+    if not can_pack(weight.device, weight.dtype):
+        return norm
+    from dspark_core.models.packed import KernelNorm  # needs Numba
+
+    return KernelNorm(weight, norm.eps)
 
 
 def _joined(linears: Sequence[nn.Linear], rows: int | None) -> tuple[Tensor, Tensor | None]:

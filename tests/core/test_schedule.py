@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dspark_core.schedule import Acceptance, admit_above, admit_best, choose_draft_lens, choose_verify_lens
+from dspark_core.schedule import admit_above, admit_best, choose_draft_lens, choose_verify_lens
 from dspark_core.step_cost import CostCurves, StepCost
 
 
@@ -79,19 +79,6 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert cost.draft_seconds(np.array([0.0, 1.0, 1.0, 2.0, 8.0]), np.array([0.0, 1.0, 5.0, 6.0, 8.0])).tolist() == [
         0.0, 1.0, 3.0, 4.0, 8.0,
     ]  # fmt: skip
-
-
-def test_acceptance_is_conditional_and_forgets() -> None:
-    acceptance = Acceptance(3, memory=5)
-    for _ in range(60):
-        acceptance.observe([1, 1], [1])
-    rates = acceptance.rates(0.5, 1.0)
-    assert rates[0] > 0.9
-    assert rates[1] < 0.1
-    assert rates[2] == 0.5, "never judged: the prior"
-    for _ in range(20):
-        acceptance.observe([1], [])
-    assert acceptance.rates(0.5, 1.0)[0] < 0.2
 
 
 def test_every_choice_is_quick_enough_to_try() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from server.policy import Floats, LengthPolicy
+import numpy as np
+
+from server.policy import Floats, LengthPolicy, Rounds
 from server.request import Request
 
 Plan = Callable[[Sequence[Request], Sequence[int]], list[int]]
@@ -24,3 +26,12 @@ class Lengths(LengthPolicy):
 
     def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
         return self._admit(slots, logits) if self._admit else list(slots)
+
+
+def one_round(
+    request: Request, logits: Sequence[float] | None, *, drafted: int, verified: int, accepted: int, decided: int = -1
+) -> Rounds:
+    """A step in which one request drafted; `decided` is what no early end of the text would leave it."""
+    decided = min(accepted + 1, verified) if decided < 0 else decided
+    given = None if logits is None else np.array([logits], float)
+    return Rounds([request], given, *(np.array([count]) for count in (drafted, verified, decided, accepted)))

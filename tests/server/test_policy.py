@@ -11,14 +11,14 @@ import pytest
 
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
-from server.auto_policy import EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, AutoPolicy
+from server.auto_policy import EXPLORE_EVERY, EXPLORE_RARELY, EXPLORE_ROUNDS, EXPLORE_SLOTS, AutoPolicy
 from server.config import ServerConfig
 from server.loader import load_engine
-from server.policy import LengthPolicy, RoundOutcome
+from server.policy import LengthPolicy
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
-from tests.server.policies import Lengths
+from tests.server.policies import Lengths, one_round
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
 COUNT = 40
@@ -91,16 +91,17 @@ def choose(policy: AutoPolicy, requests: Sequence[Request], limits: Sequence[int
 
 
 def tell(policy: AutoPolicy, request: Request, *, drafted: int, accepted: int, rounds: int = 1) -> None:
-    decided = min(accepted + 1, drafted)
     for _ in range(rounds):
-        policy.observe(RoundOutcome(request, None, drafted, drafted, decided, accepted))
+        policy.observe(one_round(request, None, drafted=drafted, verified=drafted, accepted=accepted))
 
 
 def test_who_gave_up_tries_again_and_recovers() -> None:
     policy, request = AutoPolicy(COST), some_request()
     tell(policy, request, drafted=4, accepted=0, rounds=60)
-    lens = [choose(policy, [request], [4])[0] for _ in range(3 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    lens = [choose(policy, [request], [4])[0] for _ in range(7 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
     assert sorted(set(lens)) == [0, EXPLORE_SLOTS]
+    began = [i for i in range(len(lens)) if lens[i] and not (i and lens[i - 1])]
+    assert began == [EXPLORE_EVERY - 1, 3 * EXPLORE_EVERY - 1, 7 * EXPLORE_EVERY - 1], "ever more rarely"
     assert lens.count(EXPLORE_SLOTS) == 3 * EXPLORE_ROUNDS
     tell(policy, request, drafted=4, accepted=4, rounds=60)
     assert choose(policy, [request], [4]) == [4]
@@ -125,9 +126,23 @@ def test_one_of_many_tries_at_a_time() -> None:
     policy, requests = AutoPolicy(COST), [some_request() for _ in range(5)]
     for request in requests:
         tell(policy, request, drafted=4, accepted=0, rounds=30)
-    tried = [sum(map(bool, choose(policy, requests, [4] * 5))) for _ in range(5 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    lens = [choose(policy, requests, [4] * 5) for _ in range(31 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    tried = [sum(map(bool, step)) for step in lens]
     assert max(tried) == 1
     assert sum(tried) == 5 * EXPLORE_ROUNDS
+    assert [sum(map(bool, column)) for column in zip(*lens, strict=True)] == [EXPLORE_ROUNDS] * 5, "each in turn"
+
+
+def test_trying_gets_no_rarer_than_it_must() -> None:
+    policy, request = AutoPolicy(COST), some_request()
+    tell(policy, request, drafted=4, accepted=0, rounds=60)
+    lens = [choose(policy, [request], [4])[0] for _ in range(10 * EXPLORE_RARELY)]
+    assert sum(map(bool, lens[-EXPLORE_RARELY:])) == EXPLORE_ROUNDS
+    tell(policy, request, drafted=4, accepted=4, rounds=60)
+    assert choose(policy, [request], [4]) == [4]
+    tell(policy, request, drafted=4, accepted=0, rounds=200)
+    lens = [choose(policy, [request], [4])[0] for _ in range(EXPLORE_EVERY)]
+    assert any(lens), "soon again, after drafting has paid"
 
 
 def test_limits_hold_and_plain_requests_stay_plain() -> None:

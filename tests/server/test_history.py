@@ -1,0 +1,102 @@
+"""What earlier rounds say: against sums written out, request by request and round by round."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+import pytest
+
+from server.history import ALL_MEMORY, CORRECTION_PRIOR, OWN_MEMORY, OWN_PRIOR, START, History
+from server.policy import Rounds
+from tests.server.policies import one_round
+from tests.server.test_policy import some_request
+
+K = 4
+
+
+class Slow:
+    """One request's sums, or those of all, without arrays."""
+
+    def __init__(self, memory: float) -> None:
+        self.keep, self.reached, self.stood = math.exp(-1 / memory), [0.0] * K, [0.0] * K
+
+    def observe(self, decided: int, accepted: int) -> None:
+        for k in range(K):
+            self.reached[k] = self.reached[k] * self.keep + (k < decided)
+            self.stood[k] = self.stood[k] * self.keep + (k < accepted)
+
+    def rate(self, k: int, prior: float, weight: float) -> float:
+        return (self.stood[k] + prior * weight) / (self.reached[k] + weight)
+
+
+def test_outcomes_are_summed_by_request_and_over_all() -> None:
+    random, history = np.random.default_rng(0), History(K)
+    requests = [some_request() for _ in range(40)]  # more than there is room for at first
+    own, everything = [Slow(OWN_MEMORY) for _ in requests], Slow(ALL_MEMORY)
+    for _ in range(200):
+        i = int(random.integers(len(requests)))
+        accepted = int(random.integers(0, K + 1))
+        decided = min(accepted + 1, K)
+        history.observe(one_round(requests[i], None, drafted=K, verified=K, accepted=accepted), None)
+        own[i].observe(decided, accepted)
+        everything.observe(decided, accepted)
+    base = [everything.rate(k, START, 1.0) for k in range(K)]
+    expected = [np.cumprod([one.rate(k, base[k], OWN_PRIOR) for k in range(K)]) for one in own]
+    assert history.survival(requests) == pytest.approx(np.array(expected))
+    assert history.rounds == 200
+
+
+def test_a_step_of_many_is_as_many_rounds() -> None:
+    requests = [some_request(), some_request()]
+    together, apart = History(K), History(K)
+    counts = [np.array([4, 4]), np.array([4, 2]), np.array([3, 2]), np.array([2, 2])]
+    together.observe(Rounds(requests, None, *counts), None)
+    for row, request in enumerate(requests):
+        apart.observe(Rounds([request], None, *(count[row : row + 1] for count in counts)), None)
+    assert together.survival(requests) == pytest.approx(apart.survival(requests), rel=0.02)
+
+
+def test_confidence_counts_for_all_slots_whether_verified_or_not() -> None:
+    history, request = History(K), some_request()
+    for _ in range(300):
+        history.observe(
+            one_round(request, None, drafted=K, verified=0, accepted=0), np.array([[0.9, 0.72, 0.36, 0.036]])
+        )
+    assert history.survival([request])[0] == pytest.approx([0.9, 0.72, 0.36, 0.036], rel=0.1)
+    assert history.correction([request]) == pytest.approx([1.0]), "nothing was verified: nothing to correct by"
+
+
+def test_outcomes_correct_the_confidence() -> None:
+    history, request = History(K), some_request()
+    for _ in range(300):
+        history.observe(
+            one_round(request, None, drafted=2, verified=2, accepted=1), np.array([[0.9, 0.7, np.nan, 0.0]])
+        )
+    weight = 1 / (1 - math.exp(-1 / OWN_MEMORY))
+    expected = (weight + CORRECTION_PRIOR * 0.64) / (1.6 * weight + CORRECTION_PRIOR)
+    assert history.correction([request])[0] == pytest.approx(expected, rel=0.02)
+    assert (np.diff(history.survival([request])[0]) <= 0).all()
+
+
+def test_a_block_whose_confidence_is_no_number_is_judged_by_its_outcome() -> None:
+    by_outcome, told = History(K), History(K)
+    request = some_request()
+    rounds = one_round(request, None, drafted=3, verified=3, accepted=1)
+    by_outcome.observe(rounds, None)
+    told.observe(rounds, np.array([[0.9, np.nan, 0.1, 0.1]]))
+    assert told.survival([request]) == pytest.approx(by_outcome.survival([request]))
+
+
+def test_places_of_requests_that_are_gone_are_used_again_and_clean() -> None:
+    history = History(K)
+    for _ in range(100):
+        request = some_request()
+        history.observe(one_round(request, None, drafted=K, verified=K, accepted=0), None)
+        del request
+        gc.collect()
+    assert len(history._own.predicted) == 16
+    fresh, base = some_request(), History(K)
+    base._all = history._all
+    assert history.survival([fresh]) == pytest.approx(base.survival([some_request()]))
