@@ -32,8 +32,8 @@ def _all(config: CalibrateConfig) -> None:
 
     places = run.places_of(config)
     engine, origin = run.load(config)
-    profile = run.run_profile(config, places, engine, origin)  # first: nothing else has warmed the machine up
-    run.run_collect(config, places, engine, origin)
+    run.run_collect(config, places, engine, origin)  # first: it may refuse, and nothing is overwritten then
+    profile = run.run_profile(config, places, engine, origin)
     split = run.run_fit(config, places)
     _report_on(config, places, split, profile)
 
@@ -82,7 +82,10 @@ def _report_on(config: CalibrateConfig, places: Any, split: Any, profile: Any) -
     conditions = run.conditions(config, places)
     found = write_report(places.work, split, profile=profile, conditions=conditions, bins=config.bins)
     print(summary(found))
-    print(f"the server finds calibration.json and step_cost.json in {places.folder}")
+    where = f"calibration.json and step_cost.json are in {places.folder}"
+    print(
+        f"{where}: name them with --calibration and --step-cost" if config.output else f"{where}: the server finds them"
+    )
     print(f"to look at: {Path(places.work) / 'report.html'}")
 
 

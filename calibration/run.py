@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibration.collect import RECORDS_FILE, collect, read_records
+from calibration.records import joined
 from calibration.settings import DEFAULT_PROMPTS, CalibrateConfig
 from calibration.split import Split, fit_split, of_regime
 from calibration.sts import evaluate, raw
@@ -28,6 +29,7 @@ from dspark_core.checkpoint.references import resolve_draft
 from dspark_core.checkpoint.step_cost import STEP_COST_FILE, save_step_cost
 from dspark_core.errors import CheckpointError
 from dspark_core.keys import Keys
+from dspark_core.sampling import Regime
 from server.config import ServerConfig
 from server.engine import Engine
 from server.loader import load_engine, locate
@@ -110,17 +112,17 @@ def run_collect(config: CalibrateConfig, places: Places, engine: Engine, origin:
 def run_fit(config: CalibrateConfig, places: Places) -> Split:
     """Fit temperatures on a part of the records, judge them by the others, write calibration.json."""
     split = read_split(config, places)
-    if "ratio" not in split.fits:
-        raise CheckpointError(f"{places.records} holds no round of the ratio rule, expected some")
-    ratio = of_regime(split.judged, "ratio")
+    # The standard keys are of the ratio rule; where nobody sampled, of what there is.
+    usual: Regime = "ratio" if "ratio" in split.fits else next(iter(split.fits))
+    judged = of_regime(split.judged, usual)
     before, after = (
-        [row.ece for row in evaluate(ratio, calibrator, np.random.default_rng(config.seed), bins=config.bins)]
-        for calibrator in (raw(ratio.draft_len), split.fits["ratio"].calibrator)
+        [row.ece for row in evaluate(judged, calibrator, np.random.default_rng(config.seed), bins=config.bins)]
+        for calibrator in (raw(judged.draft_len), split.fits[usual].calibrator)
     )
     report = CalibrationReport(
         dataset=config.prompts or f"{DEFAULT_PROMPTS.name} of dspark",
         num_samples=len(split.fitted_on),
-        temperatures=split.fits["ratio"].temperatures,
+        temperatures=split.fits[usual].temperatures,
         ece_before=before,
         ece_after=after,
         details={
@@ -130,7 +132,9 @@ def run_fit(config: CalibrateConfig, places: Places) -> Split:
             "temperatures": list(config.temperatures),
         },
     )
-    calibration = Calibration({regime: Scaling(c.scales, c.biases) for regime, c in split.chosen.items()})
+    scalings = {regime: Scaling(c.scales, c.biases) for regime, c in split.chosen.items()}
+    scalings.setdefault("ratio", scalings[usual])
+    calibration = Calibration(scalings, acceptance(split))
     save_calibration(places.folder / CALIBRATION_FILE, calibration, report, read_origin(places), versions())
     return split
 
@@ -139,6 +143,14 @@ def read_split(config: CalibrateConfig, places: Places) -> Split:
     """Read the records and fit; nothing is written."""
     records = read_records(places.records, read_origin(places).draft_len)
     return fit_split(records, config.held_out, config.method, bins=config.bins, seed=config.seed)
+
+
+def acceptance(split: Split) -> tuple[float, ...]:
+    """[K] share of the drafts at a position that were accepted, where all before them were; and a round of 0.5."""
+    records = joined([split.fitted_on, split.judged])
+    slots = np.arange(records.draft_len)
+    judged, stood = (slots < count[:, None] for count in (records.decided, records.accepted))
+    return tuple(((stood.sum(0) + 0.5) / (judged.sum(0) + 1)).tolist())
 
 
 def read_origin(places: Places) -> Origin:

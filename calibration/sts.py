@@ -117,7 +117,8 @@ def fit_sts(records: Records, *, bins: int = 15, mass: bool = True, min_samples:
         else:
             temperature = _best_temperature(records.logits[rows, k], before[rows], survived[rows, k], bins, mass)
             if not LOWEST * 1.001 < temperature < HIGHEST / 1.001:
-                note = "at the end of the grid"
+                # The data do not hold it anywhere: as it is, then, rather than as far off as the grid goes.
+                temperature, note = 1.0, "at the end of the grid"
         positions.append(PositionFit(k + 1, temperature, samples, accepted, samples - accepted, note))
         before = before * _sigmoid(records.logits[:, k] / temperature)
     return Fit(tuple(positions))
@@ -156,15 +157,17 @@ def fit_regimes(records: Records, *, bins: int = 15, mass: bool = True, min_samp
 def fit_platt(records: Records, *, min_samples: int = 50) -> Calibrator:
     """Platt scaling of each position on its own: least log loss of the slot, given that all before it were accepted.
 
-    A position that fewer than `min_samples` blocks came to, or with one class only, keeps scale 1 and bias 0.
+    A position that fewer than `min_samples` blocks came to, or with one class only, is scaled as the one before it: one
+    head speaks for all positions, and where it promises too much it does so throughout. The first keeps 1 and 0.
     """
     judged = (np.arange(records.draft_len) < records.decided[:, None]) & ~np.isnan(records.logits)
-    found = []
+    found: list[tuple[float, float]] = []
     for k in range(records.draft_len):
         rows = judged[:, k]
         outcome = records.survived[rows, k]
         enough = len(outcome) >= min_samples and 0 < outcome.sum() < len(outcome)
-        found.append(_logistic(records.logits[rows, k], outcome) if enough else (1.0, 0.0))
+        before = found[-1] if found else (1.0, 0.0)
+        found.append(_logistic(records.logits[rows, k], outcome) if enough else before)
     return Calibrator(tuple(scale for scale, _ in found), tuple(bias for _, bias in found))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from server.cost_watch import CostWatch
 from server.history import History
 from server.policy import LengthPolicy, Rounds, StepOutcome
 from server.request import Request
+from server.trials import EXPLORE_SLOTS, Trials
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,10 +25,6 @@ CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
 # nearly all that a free choice brings (docs/LOG.md).
 SPARE_SLOTS = 1
-# After so many steps in which somebody did not draft, one of those does for some rounds, with few slots: or nobody
-# would ever learn that drafts got better. After each vain try the next one comes twice as late, up to a
-# limit, so that trying costs well under one percent where nothing pays.
-EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 192, 4, 2, 3072
 
 
 @dataclass
@@ -38,7 +34,7 @@ class _Step:
     Attributes:
         question: all that the answer depends on.
         curves: costs at this length of context.
-        requests, prefill_tokens: in the target's pass.
+        requests: in the target's pass.
         able: requests that may draft, and their places in what follows.
         expected: [len(able), K] survival, from earlier rounds.
         lens: draft slots of those requests.
@@ -48,7 +44,6 @@ class _Step:
     question: object
     curves: CostCurves
     requests: int
-    prefill_tokens: int
     able: dict[Request, int]
     expected: Floats
     lens: list[int]
@@ -74,35 +69,40 @@ class AutoPolicy(LengthPolicy):
     def __init__(self, cost: StepCost, calibration: Calibration | None = None) -> None:
         self.cost, self.calibration = cost, calibration
         self.reads_confidence = calibration is not None
-        self.history = History(cost.draft_len)
+        self.history = History(cost.draft_len, calibration.acceptance if calibration else None)
         self.watch = CostWatch(cost)
         self._step: _Step | None = None
-        self._idle_steps, self._patience = 0, EXPLORE_EVERY
+        self.trials = Trials()
         self.full_share, self._coins = 0.0, random.Random()
-        # Rounds left of those that are tried, and how many rounds there had been of all when one last began to.
-        self._exploring: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        self._explored_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
-        able = [i for i, limit in enumerate(limits) if limit]
         lens = [0] * len(limits)
-        if not able:
+        if self.trials.resting(requests) or not any(limits):
             return lens
+        able = [i for i, limit in enumerate(limits) if limit]
         step = self._step = self._search(requests, able, limits, prefill_tokens)
         spare = SPARE_SLOTS if self.reads_confidence else 0
         for i, length in zip(able, step.lens, strict=True):
             lens[i] = min(length + spare, limits[i]) if length else 0
-        if any(step.lens):
-            self._patience = EXPLORE_EVERY
-        step.in_full = self._explore([requests[i] for i in able if not lens[i]])
-        for i in able if step.in_full else ():
-            if requests[i] in step.in_full:
-                lens[i] = min(EXPLORE_SLOTS, limits[i])
-        for i in able if self.full_share else ():
-            if lens[i] and self._coins.random() < self.full_share:
+        if any(lens):
+            self.trials.drafts([requests[i] for i in able if lens[i]])
+            if self.trials.plain_step(self.watch.plain_steps):
+                return [0] * len(limits)
+        self._add_in_full(step, requests, lens, limits)
+        if not any(lens):
+            self.trials.rest(requests)
+        return lens
+
+    def _add_in_full(self, step: _Step, requests: Sequence[Request], lens: list[int], limits: Sequence[int]) -> None:
+        """Blocks that are drafted and verified by a choice that has nothing to do with what they will be."""
+        idle = {requests[i]: i for i, limit in enumerate(limits) if limit and not lens[i]}
+        step.in_full = self.trials.explore(list(idle))
+        for request in step.in_full:
+            lens[idle[request]] = min(EXPLORE_SLOTS, limits[idle[request]])
+        for i, length in enumerate(lens) if self.full_share else ():
+            if length and self._coins.random() < self.full_share:
                 lens[i] = limits[i]
                 step.in_full.add(requests[i])
-        return lens
 
     def _search(
         self, requests: Sequence[Request], able: Sequence[int], limits: Sequence[int], prefill_tokens: int
@@ -125,69 +125,63 @@ class AutoPolicy(LengthPolicy):
             draft_factor=self.watch.factor,
         )
         places = {request: place for place, request in enumerate(may_draft)}
-        return _Step(question, curves, len(requests), prefill_tokens, places, expected, lens)
+        return _Step(question, curves, len(requests), places, expected, lens)
 
-    def _explore(self, idle: Sequence[Request]) -> set[Request]:
-        """Of those that would not draft, who does so all the same: one, now and then."""
-        if not idle:
-            return set()
-        self._idle_steps += 1
-        if self._idle_steps >= self._patience:
-            self._idle_steps, self._patience = 0, min(2 * self._patience, EXPLORE_RARELY)
-            chosen = min(idle, key=lambda request: self._explored_at.get(request, -1))
-            self._explored_at[chosen], self._exploring[chosen] = self.history.rounds, EXPLORE_ROUNDS
-        if not self._exploring:
-            return set()
-        explored = {request for request in idle if self._exploring.get(request)}
-        for request in explored:
-            self._exploring[request] -= 1
-        return explored
-
-    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
         step = self._step
         assert step is not None, "admit comes after plan"
         if self.calibration is None or logits is None:
             return list(slots)
         rows = np.array([step.able[request] for request in requests])
-        survival = self._survival(requests, np.array(slots), logits, step.expected[rows])
-        for row, request in enumerate(requests if step.in_full else ()):
-            if request in step.in_full:  # so that its outcome is an unbiased one
-                survival[row] = 1.0
-        count, drafting, first = sum(slots), np.array([float(len(slots))]), step.requests + step.prefill_tokens
+        expected, drafted = step.expected[rows], np.arange(step.expected.shape[1]) < np.array(slots)[:, None]
+        survival = self._survival(requests, logits, expected)
+        whole = np.array([request in step.in_full for request in requests])
+        free, limits = np.flatnonzero(~whole), [0 if full else k for full, k in zip(whole, slots, strict=True)]
+        # What is verified in full is no choice any more: its rows and tokens are in every step there is to choose from.
+        fixed, count = sum(slots) - sum(limits), sum(limits)
+        first = step.requests + prefill_tokens + fixed
         seconds = step.curves.verify_seconds(first + np.arange(count + 1.0))
-        seconds += step.curves.draft_seconds(drafting, np.array([float(count)]))
-        drafted = np.arange(step.expected.shape[1]) < np.array(slots)[:, None]
+        seconds += step.curves.draft_seconds(np.array([float(len(slots))]), np.array([float(sum(slots))]))
         corners = {*(tokens - first for tokens in step.curves.tokens), count}
-        return choose_verify_lens(
-            survival,
-            slots,
+        lens = choose_verify_lens(
+            survival[free],
+            [limits[row] for row in free],
             seconds,
-            others=step.requests - len(requests),
-            expected=np.sort(step.expected[rows][drafted])[::-1],
+            others=step.requests - len(free) + float(expected[whole][drafted[whole]].sum()),
+            expected=np.sort(expected[free][drafted[free]])[::-1],
             corners=sorted(corner for corner in corners if 0 < corner <= count),
         )
+        chosen = list(slots)
+        for row, length in zip(free, lens, strict=True):
+            chosen[row] = length
+        return chosen
 
-    def _survival(self, requests: Sequence[Request], slots: Ints, logits: Floats, expected: Floats) -> Floats:
-        """[R, k] by today's confidence, corrected by earlier outcomes; by earlier rounds where it is not a number."""
+    def _survival(self, requests: Sequence[Request], logits: Floats, expected: Floats) -> Floats:
+        """[R, k] by today's confidence, corrected by earlier outcomes.
+
+        A slot whose confidence is no number gets what earlier rounds say of it. Slots before it do not notice: it may
+        be what it is because of their tokens.
+        """
         assert self.calibration is not None
-        survival = self.calibration.survival([request.params.sampling.regime for request in requests], logits)
-        survival *= self.history.correction(requests)[:, None]
-        size = logits.shape[1]
-        unknown = (np.isnan(logits) & (np.arange(size) < slots[:, None])).any(-1)
-        survival[unknown] = expected[unknown, :size]
-        return np.minimum(survival, 1.0)
+        confidence = self.calibration.confidence([request.params.sampling.regime for request in requests], logits)
+        confidence *= self.history.correction(requests)[:, None]
+        before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
+        usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)[:, : logits.shape[1]]
+        return np.minimum(np.where(np.isnan(confidence), usual, confidence), 1.0).cumprod(-1)
 
     def in_full(self, request: Request) -> bool:
         """Whether this request's last block was verified by a choice made before it was drafted."""
         return self._step is not None and request in self._step.in_full
 
     def observe(self, rounds: Rounds) -> None:
-        survival = None
+        confidence = None
         if self.calibration is not None and rounds.logits is not None:
-            survival = np.full((len(rounds.requests), self.history.draft_len), np.nan)
+            confidence = np.full((len(rounds.requests), self.history.draft_len), np.nan)
             size = rounds.logits.shape[1]
-            survival[:, :size] = self.calibration.survival(rounds.regimes, rounds.logits)
-        self.history.observe(rounds, survival)
+            confidence[:, :size] = self.calibration.confidence(rounds.regimes, rounds.logits)
+        self.history.observe(rounds, confidence)
 
     def observe_step(self, outcome: StepOutcome) -> None:
         self.watch.observe(outcome)

@@ -6,7 +6,8 @@ from dspark_core.step_cost import StepCost
 from server.policy import StepOutcome
 
 MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both alike" counts for
-LEAST, MOST = 0.5, 2.0  # a step that took longer was interrupted by something else
+LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted by something else
+GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
 GRAIN = 50  # the factor moves in steps of 2 %, for every change of it means a new search
 
 
@@ -26,6 +27,12 @@ class CostWatch:
         self.plain = self.drafting = 1.0
         self.predicted = 0.0
         self._counts = {False: 0, True: 0}  # of steps without and with drafting
+        self._known: dict[tuple[int, ...], float] = {}
+
+    @property
+    def plain_steps(self) -> int:
+        """How many steps without drafting were seen, up to a limit."""
+        return self._counts[False]
 
     @property
     def factor(self) -> float:
@@ -38,11 +45,17 @@ class CostWatch:
         """Learn from a step. Those with prompts in them are left out: their cost is not measured as closely."""
         if outcome.prefill_tokens or not outcome.decoding:
             return
-        self.predicted = self.cost.seconds(
-            outcome.batch_tokens, outcome.context, outcome.decoding, outcome.drafting, outcome.drafted
-        )
-        found = min(max(outcome.seconds / self.predicted, LEAST), MOST)
+        place = int(outcome.context // GRAIN_OF_CONTEXT)
+        key = (outcome.batch_tokens, place, outcome.decoding, outcome.drafting, outcome.drafted)
+        if key not in self._known:  # steps are alike, and this is asked in every one
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self.cost.seconds(key[0], (place + 0.5) * GRAIN_OF_CONTEXT, *key[2:])
+        self.predicted = self._known[key]
         drafts = outcome.drafting > 0
+        mean, found = (self.drafting if drafts else self.plain), outcome.seconds / self.predicted
+        if self._counts[drafts] >= PRIOR:
+            found = min(max(found, LEAST * mean), MOST * mean)
         self._counts[drafts] = count = min(self._counts[drafts] + 1, MEMORY)
         if drafts:
             self.drafting += (found - self.drafting) / count

@@ -20,7 +20,7 @@ from server.request import Request
 HELD = 32  # rows of memory held for one that is wanted
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Committed:
     """Consecutive committed tokens of a request: the first one's position, their slots, their features [n, m * D]."""
 

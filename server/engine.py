@@ -160,7 +160,8 @@ class Engine:
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round = self._round(drafting)
-        draft_ids, verify_lens, confidence = self._draft(drafting, draft_round)
+        prefill_tokens = sum(item.num_tokens for item in work if item.num_tokens > 1 or not item.decides)
+        draft_ids, verify_lens, confidence = self._draft(drafting, draft_round, prefill_tokens)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
@@ -173,8 +174,8 @@ class Engine:
             parts.append(plain_round.verify(output.logits[rows:], nothing, [0] * len(plain)).next_ids)
         finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
         outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
-        self._observe(drafting, verify_lens, confidence)
         self._commit(work, layout, emitted, output.features)
+        self._observe(drafting, verify_lens, confidence)
         taken = step_outcome(work, len(drafting), layout, time.perf_counter() - started)
         for observe in (self.policy.observe_step, *self.step_observers):
             observe(taken)
@@ -183,7 +184,9 @@ class Engine:
     def _round(self, items: Sequence[Work]) -> Round | None:
         return Round([item.request.source() for item in items], self.target.device) if items else None
 
-    def _draft(self, items: Sequence[Work], draft_round: Round | None) -> tuple[Tensor, list[int], Floats | None]:
+    def _draft(
+        self, items: Sequence[Work], draft_round: Round | None, prefill_tokens: int
+    ) -> tuple[Tensor, list[int], Floats | None]:
         """Proposals [R, K], how many of each request's are sent to the target, and confidence logits if wanted."""
         if draft_round is None or self.drafter is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), [], None
@@ -197,7 +200,8 @@ class Engine:
         confidence = None
         if drafts.confidence_logits is not None and (self.policy.reads_confidence or self.reads_confidence):
             confidence = drafts.confidence_logits.cpu().double().numpy()
-        lens = self.policy.admit([i.request for i in items], [i.num_slots for i in items], confidence)
+        requests, slots = [item.request for item in items], [item.num_slots for item in items]
+        lens = self.policy.admit(requests, slots, confidence, prefill_tokens)
         return drafts.draft_ids, lens, confidence
 
     def _deliver(

@@ -15,10 +15,11 @@ from server.request import Request
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-START = 0.6  # acceptance that a draft is trusted with before anything is known
+START = 0.6  # acceptance that a draft is trusted with before anything is known, for one round
+KNOWN_WEIGHT = 20.0  # rounds that what is known from calibration counts for
 ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds after which one counts for 1/e of a new one
 OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
-# How far outcomes may correct the confidence, and for how many tokens "as predicted" counts before there are any.
+# How far outcomes may correct the confidence, and for how many slots "as predicted" counts before there are any.
 LEAST_CORRECTION, MOST_CORRECTION, CORRECTION_PRIOR = 0.25, 2.0, 8.0
 
 
@@ -27,7 +28,7 @@ class Sums:
 
     Attributes:
         reached, stood: [G, K] rounds, or their probability, in which a slot was reached, and in which it stood.
-        predicted, accepted: [G] tokens that the confidence promised and that were accepted, of those verified.
+        predicted, accepted: [G] slots that the confidence promised and that were accepted, of those that were judged.
     """
 
     def __init__(self, groups: int, draft_len: int) -> None:
@@ -53,37 +54,43 @@ class Sums:
         return rates
 
     def correction(self, groups: Ints, prior: Floats | float) -> Floats:
-        """[G] what the confidence's promises are to be multiplied by; `prior` counts for some tokens."""
+        """[G] what the confidence of a slot is to be multiplied by; `prior` counts for some slots."""
         found = (self.accepted[groups] + prior * CORRECTION_PRIOR) / (self.predicted[groups] + CORRECTION_PRIOR)
         return np.clip(found, LEAST_CORRECTION, MOST_CORRECTION)
 
 
 class History:
-    """Sums over all requests, and of each."""
+    """Sums over all requests, and of each.
 
-    def __init__(self, draft_len: int) -> None:
+    Args:
+        known: [K] conditional acceptance as it was when the draft was calibrated.
+    """
+
+    def __init__(self, draft_len: int, known: Sequence[float] | None = None) -> None:
         self.draft_len, self.rounds = draft_len, 0
+        self._start = (START, 1.0) if known is None else (np.array(known), KNOWN_WEIGHT)
         self._all, self._own = Sums(1, draft_len), Sums(16, draft_len)
         self._rows: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         self._free = list(range(16))
 
-    def observe(self, rounds: Rounds, survival: Floats | None) -> None:
-        """Learn from a step's rounds; `survival` [R, K] is what the confidence said of them, NaN if it said nothing."""
+    def observe(self, rounds: Rounds, confidence: Floats | None) -> None:
+        """Learn from a step's rounds; `confidence` [R, K] is what the head said of them, NaN where it said nothing."""
         slots, count = np.arange(self.draft_len), len(rounds.requests)
         # By outcomes, slots that were judged. With confidence, by what was expected of all slots, verified or not:
         # those alone that looked good enough to be verified would flatter the others.
-        reached = (slots < rounds.decided[:, None]).astype(float)
-        stood = (slots < rounds.accepted[:, None]).astype(float)
+        judged = slots < rounds.decided[:, None]
+        reached, stood = judged.astype(float), (slots < rounds.accepted[:, None]).astype(float)
         predicted, accepted = np.zeros(count), np.zeros(count)
-        if survival is not None:
+        if confidence is not None:
             drafted = slots < rounds.drafted[:, None]
-            told = ~np.isnan(np.where(drafted, survival, 0)).any(-1)
+            told = ~np.isnan(np.where(drafted, confidence, 0)).any(-1)
+            survival = np.where(drafted, confidence, 0).cumprod(-1)
             before = np.concatenate((np.ones((count, 1)), survival[:, :-1]), -1)
-            reached[told], stood[told] = np.where(drafted, before, 0)[told], np.where(drafted, survival, 0)[told]
-            # Where a text ended in its block, nobody knows how far that would have gone.
-            whole = told & ~((rounds.decided == rounds.accepted) & (rounds.accepted < rounds.verified))
-            verified = np.where(slots < rounds.verified[:, None], survival, 0)
-            predicted[whole], accepted[whole] = verified[whole].sum(-1), rounds.accepted[whole]
+            reached[told], stood[told] = np.where(drafted, before, 0)[told], survival[told]
+            # Slot by slot, given that those before it stood: so that the end of a text cuts nothing off that would have
+            # counted on one side only.
+            predicted[told] = np.where(judged, confidence, 0)[told].sum(-1)
+            accepted[told] = rounds.accepted[told]
         new = (reached, stood, predicted, accepted)
         rows = self._rows_of(rounds.requests)
         for part, values in zip(self._own.parts(), new, strict=True):
@@ -94,12 +101,12 @@ class History:
 
     def survival(self, requests: Sequence[Request]) -> Floats:
         """[R, K] probability that the drafts up to each slot of the next block are all accepted."""
-        base = self._all.rates(_FIRST, START, 1.0)
+        base = self._all.rates(_FIRST, *self._start)
         rates = self._own.rates(self._rows_of(requests), base, OWN_PRIOR)
-        return np.minimum(rates.cumprod(-1) * self.correction(requests)[:, None], 1.0)
+        return np.minimum(rates * self.correction(requests)[:, None], 1.0).cumprod(-1)
 
     def correction(self, requests: Sequence[Request]) -> Floats:
-        """[R] what these requests' confidence is to be multiplied by, by what became of earlier blocks."""
+        """[R] what the confidence of these requests' slots is to be multiplied by, by what became of earlier blocks."""
         return self._own.correction(self._rows_of(requests), self._all.correction(_FIRST, 1.0))
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:

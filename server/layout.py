@@ -65,7 +65,7 @@ def lay_out(
 
 
 def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[list[int], list[list[int]]]:
-    """The step's one copy from the device, and its only wait for it.
+    """The step's one copy of results from the device. (Confidence that decides what is verified was copied before.)
 
     Args:
         parts: int64: whether each row of scores is finite; drafts of `drafted` requests; how many of each stand, and

@@ -84,11 +84,14 @@ class LengthPolicy:
         """
         return list(limits)
 
-    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
         """Verify lengths of the requests that drafted, at most `slots`.
 
         Args:
             logits: [R, K] raw confidence logits, meaningless beyond a request's slots; None if there are none.
+            prefill_tokens: of prompts in the same pass.
         """
         return list(slots)
 
@@ -117,7 +120,9 @@ class Threshold(LengthPolicy):
     def __init__(self, threshold: float, calibration: Calibration) -> None:
         self.threshold, self.calibration = threshold, calibration
 
-    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
         assert logits is not None
         return admit_above(
             self.calibration.survival([r.params.sampling.regime for r in requests], logits), slots, self.threshold

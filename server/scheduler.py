@@ -83,7 +83,9 @@ class RequestScheduler:
         """Tokens of prompts that the next pass is going to have room for, as if nobody drafted."""
         pending = sum(request.pending for request in self.running if request.pending > 1)
         if self.waiting and len(self.running) < self.max_num_seqs:
-            pending += self.waiting[0].pending
+            first = self.waiting[0]
+            if self.memory.pages_for(len(first.tokens)) <= self.memory.num_free:
+                pending += first.pending
         return min(pending, max(self.max_num_batched_tokens - decoding, MIN_CHUNK))
 
     def _chunk(self, request: Request, budget: int, started: set[Content]) -> Work | None:
@@ -110,6 +112,9 @@ class RequestScheduler:
         if request not in self.running:  # pre-empted by one before it
             return None
         while not self.memory.reserve(request.table, request.table.kv_len + 1 + slots):
+            if slots:  # nobody is sent back for the sake of a draft
+                slots = 0
+                continue
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,22 +15,25 @@ import torch
 from dspark_core import __version__
 from dspark_core.checkpoint.calibration import CALIBRATION_FILE, Calibration, load_calibration
 from dspark_core.checkpoint.demo import cache_folder
+from dspark_core.checkpoint.files import locked
 from dspark_core.checkpoint.fingerprint import fingerprint
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.references import DEMO
 from dspark_core.checkpoint.step_cost import STEP_COST_FILE, load_step_cost, save_step_cost
 from dspark_core.errors import CheckpointError
+from dspark_core.kernels import have_kernels, source_key
 from dspark_core.step_cost import StepCost
 from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
 from server.engine import Engine
 from server.policy import FixedLength, LengthPolicy, Threshold
 from server.profile import profile
-from server.recalibrate import OnlineRecalibration
+from server.recalibrate import REFITTED, OnlineRecalibration
 
 logger = logging.getLogger(__name__)
 
 OFF = "off"
+BUSY = 0.3  # spread of one and the same step, in the median over all that were measured
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,9 @@ class Models:
         """Where `dspark-calibrate` writes."""
         return measured_folder(self.ckpt, self.draft, self.origin.draft)
 
-    def find(self, name: str) -> Path | None:
-        """A file about this draft."""
-        return next((folder / name for folder in (self.folder, self.draft) if (folder / name).is_file()), None)
+    def candidates(self, name: str) -> list[Path]:
+        """Files about this draft: where `dspark-calibrate` writes, then beside it."""
+        return [folder / name for folder in dict.fromkeys((self.folder, self.draft)) if (folder / name).is_file()]
 
 
 def measured_folder(ckpt: str, draft: Path, name: str) -> Path:
@@ -121,7 +125,7 @@ def choose_policy(config: ServerConfig, engine: Engine, models: Models) -> tuple
         if calibration is None:
             raise CheckpointError(f"--recalibrate-online: {models.draft} has no confidence head")
         engine.observers.append(OnlineRecalibration(policy, models.origin).observe)
-        told["calibration"] += ", refitted in service"
+        told["calibration"] += REFITTED
     return policy, {"verification": text, **told, "step costs": source}
 
 
@@ -132,15 +136,13 @@ def find_calibration(config: ServerConfig, models: Models) -> Calibration:
         return raw
     if config.calibration:
         return load_calibration(Path(config.calibration).expanduser(), models.origin)
-    path = models.find(CALIBRATION_FILE)
-    if path is None:
-        logger.warning("no calibration: raw confidence is used; dspark-calibrate --ckpt %s makes one", config.ckpt)
-        return raw
-    try:
-        return load_calibration(path, models.origin)
-    except CheckpointError as error:
-        logger.warning("%s. Raw confidence is used", error)
-        return raw
+    for path in models.candidates(CALIBRATION_FILE):
+        try:
+            return load_calibration(path, models.origin)
+        except CheckpointError as error:
+            logger.warning("%s. It is not used", error)
+    logger.warning("no calibration: raw confidence is used; dspark-calibrate --ckpt %s makes one", config.ckpt)
+    return raw
 
 
 def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tuple[StepCost, str]:
@@ -148,11 +150,11 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
     if config.step_cost:
         given = Path(config.step_cost).expanduser()
         return load_step_cost(given, models.origin), str(given)
-    if beside := models.find(STEP_COST_FILE):
+    for beside in models.candidates(STEP_COST_FILE):
         try:
             return load_step_cost(beside, models.origin), str(beside)
         except CheckpointError as error:
-            logger.warning("%s. Costs are measured at start", error)
+            logger.warning("%s. It is not used", error)
     key = hashlib.blake2b(json.dumps(_conditions(engine, models)).encode(), digest_size=8).hexdigest()
     path = cache_folder() / "step_cost" / f"{key}.json"
     if path.is_file():
@@ -161,9 +163,12 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
         except CheckpointError as error:
             logger.warning("%s. Costs are measured anew", error)
     found = profile(engine)
+    if statistics.median(found.spread.values()) > BUSY:
+        logger.warning("the machine was busy while costs were measured: they are measured again at the next start")
+        return found.cost, "measured at start, on a busy machine"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_step_cost(path, found.cost, models.origin, versions(), {"spread": found.spread})
+        with locked(path, on_wait=lambda: None):
+            save_step_cost(path, found.cost, models.origin, versions(), {"spread": found.spread})
     except OSError as error:
         logger.warning("%s: measured step costs could not be kept (%s)", path, error.strerror)
     return found.cost, "measured at start"
@@ -171,5 +176,6 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
 
 def _conditions(engine: Engine, models: Models) -> list[object]:
     """What costs measured at start depend on, besides the machine's mood."""
-    sizes = [engine.max_num_seqs, engine.pool.page_size, min(engine.max_model_len, engine.memory.capacity)]
-    return [models.origin.as_json(), versions(), sizes]
+    sizes = [engine.max_num_seqs, engine.pool.page_size, engine.max_model_len, engine.pool.num_pages]
+    kernels = source_key() if have_kernels() else ""
+    return [models.origin.as_json(), versions(), sizes, kernels]

@@ -53,10 +53,13 @@ class Calibration:
 
     Attributes:
         regimes: a regime that is not there uses the ratio rule's.
+        acceptance: [K] by position, given that all before it were accepted, as it was when this was measured; None if
+            that is not known. What a server goes by before it has seen anything itself.
         source: what to call it.
     """
 
     regimes: Mapping[Regime, Scaling]
+    acceptance: tuple[float, ...] | None = None
     source: str = "raw confidence"
 
     @classmethod
@@ -64,8 +67,8 @@ class Calibration:
         """The head's own confidence."""
         return cls({"ratio": Scaling.by_temperature((1.0,) * draft_len)})
 
-    def survival(self, regimes: Sequence[Regime], logits: Floats) -> Floats:
-        """Probability that the drafts up to each slot are all accepted, from raw confidence logits.
+    def confidence(self, regimes: Sequence[Regime], logits: Floats) -> Floats:
+        """Probability that each slot is accepted, given that those before it are, from raw confidence logits.
 
         Args:
             regimes: [R] of the requests.
@@ -74,9 +77,13 @@ class Calibration:
         own = [self.regimes.get(regime, self.regimes["ratio"]) for regime in regimes]
         size = logits.shape[1]
         scales, biases = (np.array(part)[:, :size] for part in zip(*((s.scales, s.biases) for s in own), strict=True))
-        # exp overflows harmlessly: a saturated head is sure.
-        with np.errstate(over="ignore"):
-            return cast(Floats, np.cumprod(1 / (1 + np.exp(-(scales * logits + biases))), -1))
+        # exp overflows harmlessly: a saturated head is sure. A scale of 0 times infinity is no number, and treated so.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return cast(Floats, 1 / (1 + np.exp(-(scales * logits + biases))))
+
+    def survival(self, regimes: Sequence[Regime], logits: Floats) -> Floats:
+        """Probability that the drafts up to each slot are all accepted: the running product of `confidence`."""
+        return cast(Floats, np.cumprod(self.confidence(regimes, logits), -1))
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def save_calibration(
         "dspark": {
             "version": VERSION,
             "regimes": {regime: asdict(scaling) for regime, scaling in calibration.regimes.items()},
+            "acceptance": None if calibration.acceptance is None else list(calibration.acceptance),
             "origin": origin.as_json(),
             "versions": dict(versions),
             "details": dict(report.details),
@@ -134,7 +142,7 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
         name = "temperatures" if "temperatures" in keys.values else "sts_temperatures"
         values = _temperatures(keys.get(name, list), f"{path}: key '{name}'", origin.draft_len)
         logger.warning("%s does not say which model it was made for: used as it is, for every regime", path)
-        return Calibration({"ratio": Scaling.by_temperature(values)}, f"{path} (says nothing of its origin)")
+        return Calibration({"ratio": Scaling.by_temperature(values)}, source=f"{path} (says nothing of its origin)")
     inner = Keys(own, f"{path}: key 'dspark'")
     if (version := inner.get("version", int)) != VERSION:
         raise CheckpointError(f"{inner.where}: version {version}, expected {VERSION}")
@@ -148,7 +156,12 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
         regime: _scaling(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
         for regime, values in regimes.items()
     }
-    return Calibration(found, str(path))
+    acceptance = inner.get("acceptance", list, None)
+    if acceptance is not None:
+        acceptance = _numbers(acceptance, f"{inner.where}: key 'acceptance'", origin.draft_len)
+        if not all(0 <= value <= 1 for value in acceptance):
+            raise CheckpointError(f"{inner.where}: key 'acceptance' is {acceptance}, expected numbers from 0 to 1")
+    return Calibration(found, acceptance, str(path))
 
 
 def _scaling(values: Any, where: str, draft_len: int) -> Scaling:

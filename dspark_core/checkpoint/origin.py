@@ -58,7 +58,9 @@ class Origin:
     def check(self, found: Mapping[str, Any], where: object, names: tuple[str, ...]) -> None:
         """Raise CheckpointError, naming the field, if what a file says of itself differs in one of `names`."""
         for name in names:
-            if name in found and found[name] != getattr(self, name):
+            if name not in found:
+                raise CheckpointError(f"{where}: does not say for which {name} it was made")
+            if found[name] != getattr(self, name):
                 raise CheckpointError(
                     f"{where}: made for {name} {found[name]!r}, this server's is {getattr(self, name)!r}; "
                     "make it again with dspark-calibrate, or move it away"

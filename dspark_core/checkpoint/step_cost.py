@@ -81,7 +81,7 @@ def _curves(part: dict[str, Any], where: str, origin: Origin) -> CostCurves:
     tokens, requests = _ascending(keys, "tokens"), _ascending(keys, "requests")
     return CostCurves(
         tokens,
-        _seconds(keys, "verify", len(tokens)),
+        _numbers(keys, "verify", len(tokens)),
         requests,
         _seconds(keys, "first_slot", len(requests)),
         _seconds(keys, "all_slots", len(requests)),

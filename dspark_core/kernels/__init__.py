@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 from functools import cache
+from pathlib import Path
 
 # Attention's work is cut into tiles: so many query rows, each with the query heads that share a key-value head.
 TILE_ROWS = 16
@@ -31,3 +33,12 @@ def _missing() -> str:
     wanted = ("f16c", "fma") if platform.machine() in ("x86_64", "AMD64") else ()
     features = llvm.get_host_cpu_features()
     return ", ".join(f"the CPU has no {name.upper()}" for name in wanted if not features.get(name))
+
+
+@cache
+def source_key() -> str:
+    """Of all kernels' source: a kernel contains what it calls in other files."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

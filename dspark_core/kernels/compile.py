@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from numba import types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 
+from dspark_core.kernels import source_key
+
 logger = logging.getLogger(__name__)
 
 _SIGNATURE = ((types.CPointer(types.int64),), types.void)
-
-
-@cache
-def _fingerprint() -> str:
-    """Of all kernels' source: a kernel contains what it calls in other files."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 class _Cache(FunctionCache):
@@ -32,7 +22,7 @@ class _Cache(FunctionCache):
     functions for a kind of weights, for new in every process."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return sig, codegen.magic_tuple(), self._py_func.__qualname__, _fingerprint()
+        return sig, codegen.magic_tuple(), self._py_func.__qualname__, source_key()
 
 
 class _Callback(CFunc):

@@ -104,3 +104,13 @@ def test_a_calibrator_fits_its_block_length() -> None:
         Calibrator((1.0, 1.0), (0.0,))
     with pytest.raises(ValueError, match="not \\[N, 3\\]"):
         raw(3).confidence(np.zeros((4, 2)))
+
+
+def test_a_position_that_few_blocks_came_to_is_scaled_as_the_one_before_it() -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(400, 3))
+    accepted = (random.random(400) < 1 / (1 + np.exp(1.0 - logits[:, 0]))).astype(np.int64)  # nobody gets further
+    calibrator = fit_platt(records_of(logits, accepted))
+    assert calibrator.biases[0] == pytest.approx(-1.0, abs=0.4)
+    assert calibrator.scales == (calibrator.scales[0],) * 3
+    assert calibrator.biases == (calibrator.biases[0],) * 3

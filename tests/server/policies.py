@@ -24,7 +24,9 @@ class Lengths(LengthPolicy):
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         return self._plan(requests, limits) if self._plan else list(limits)
 
-    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
         return self._admit(slots, logits) if self._admit else list(slots)
 
 

@@ -11,10 +11,11 @@ import pytest
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
-from server.auto_policy import EXPLORE_EVERY, EXPLORE_SLOTS, AutoPolicy
+from server.auto_policy import AutoPolicy
 from server.cost_watch import CostWatch
 from server.policy import FixedLength, Floats, LengthPolicy, StepOutcome, Threshold
 from server.request import Request, RequestParams
+from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, PLAIN_EVERY, PLAIN_RARELY
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft, tiny_target
 from tests.server.policies import one_round
@@ -37,8 +38,10 @@ class Noting(AutoPolicy):
         super().__init__(cost, calibration)
         self.seen: list[tuple[int, int]] = []
 
-    def admit(self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None) -> list[int]:
-        lens = super().admit(requests, slots, logits)
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
+        lens = super().admit(requests, slots, logits, prefill_tokens)
         self.seen += zip(slots, lens, strict=True)
         return lens
 
@@ -77,6 +80,17 @@ def test_a_confidence_that_looks_at_its_own_token_fails_the_same_test(kind: str)
     assert p_values(draw_texts(drafter, RATIO, policy=policies()[kind]), RATIO)[0] < 1e-9
 
 
+def test_a_slot_whose_confidence_is_no_number_says_nothing_of_those_before_it() -> None:
+    """It is no number because of the token before it, whose own admission must not depend on that."""
+    drafter = ConfidentDrafter(DRAFT_LEN, tiny_target(V), lambda token: math.nan if token % 2 else 2.0)
+    texts = draw_texts(drafter, RATIO, policy=Eager(cost_of(0.05, start=10.0), RAW))
+    assert min(p_values(texts, RATIO)) > P_VALUE
+    policy, request = AutoPolicy(cost_of(0.3, draft_len=4), Calibration.raw(4)), some_request()
+    policy.plan([request], [4], 0)
+    assert policy.admit([request], [4], np.array([[5.0, math.nan, 5.0, 5.0]]), 0)[0] >= 1
+    assert policy.admit([request], [4], np.array([[-5.0, math.nan, 5.0, 5.0]]), 0)[0] == 0
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("head", ["vanilla", "rnn"])
 def test_texts_are_those_of_plain_decoding(head: str, sampling: SamplingParams) -> None:
@@ -108,7 +122,7 @@ def ask(policy: AutoPolicy, requests: Sequence[Request], logits: Sequence[Sequen
     if not drafting:
         return [0] * len(requests)
     given = None if logits is None else np.array([logits[i] for i in drafting], float)
-    lens = policy.admit([requests[i] for i in drafting], [slots[i] for i in drafting], given)
+    lens = policy.admit([requests[i] for i in drafting], [slots[i] for i in drafting], given, 0)
     found = dict(zip(drafting, lens, strict=True))
     return [found.get(i, 0) for i in range(len(requests))]
 
@@ -131,7 +145,7 @@ def test_without_a_confidence_head_all_that_is_drafted_is_verified() -> None:
     policy, request = AutoPolicy(cost_of(0.1, draft_len=4)), some_request()
     assert not policy.reads_confidence
     slots = policy.plan([request], [4], 0)
-    assert policy.admit([request], slots, None) == slots
+    assert policy.admit([request], slots, None, 0) == slots
     assert slots[0] > 0
 
 
@@ -152,11 +166,11 @@ def test_a_head_that_promises_too_little_is_corrected_too() -> None:
     assert ask(policy, [request], [doubtful])[0] >= 1
 
 
-def test_a_text_that_ends_in_its_block_teaches_nothing_of_what_was_after_it() -> None:
+def test_a_text_that_ends_in_its_block_teaches_of_the_slots_before_its_end_alone() -> None:
     policy, request = AutoPolicy(cost_of(0.3, draft_len=4), Calibration.raw(4)), some_request()
-    for _ in range(50):
-        policy.observe(one_round(request, [2.0] * 4, drafted=4, verified=4, decided=1, accepted=1))
-    assert policy.history.correction([request]) == 1.0
+    for _ in range(300):
+        policy.observe(one_round(request, [2.0, 9.0, 9.0, 9.0], drafted=4, verified=4, decided=1, accepted=1))
+    assert policy.history.correction([request])[0] == pytest.approx(1 + math.exp(-2.0), rel=0.04), "1 of 0.88 promised"
 
 
 def test_what_is_tried_is_verified_whatever_its_confidence() -> None:
@@ -164,6 +178,28 @@ def test_what_is_tried_is_verified_whatever_its_confidence() -> None:
     policy, request = AutoPolicy(cost_of(0.9, draft=0.5, draft_len=4), Calibration.raw(4)), some_request()
     lens = [ask(policy, [request], [[-4.0] * 4])[0] for _ in range(EXPLORE_EVERY + 1)]
     assert max(lens) == EXPLORE_SLOTS
+
+
+def test_what_is_verified_in_full_is_so_whatever_it_costs() -> None:
+    """On a curve on which Algorithm 1 would stop at once; the others are judged as ever."""
+    verify = [1.0, 3.0, 3.0, 3.0, 3.0, 30.0]
+    cost = StepCost(CostCurves([1, 2, 3, 4, 5, 64], verify, [1, 8], [0.0] * 2, [0.0] * 2, 4))
+    policy, requests = AutoPolicy(cost, Calibration.raw(4)), [some_request(), some_request()]
+    policy.plan(requests, [4, 4], 0)
+    assert policy._step is not None
+    policy._step.in_full = {requests[1]}
+    assert policy.admit(requests, [3, 3], np.full((2, 4), -9.0), 0) == [0, 3]
+
+
+def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
+    """Or nobody would know what drafting costs beside it."""
+    policy, request = AutoPolicy(cost_of(0.01, draft_len=4)), some_request()
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(3 * PLAIN_EVERY)]
+    assert lens.count(0) == 3
+    for _ in range(100):
+        policy.observe_step(step(1.0))
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(2 * PLAIN_RARELY)]
+    assert lens.count(0) == 2, "more rarely once it is known"
 
 
 def test_one_spare_slot_is_drafted_for_confidence_to_choose_from() -> None:

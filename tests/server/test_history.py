@@ -61,9 +61,7 @@ def test_a_step_of_many_is_as_many_rounds() -> None:
 def test_confidence_counts_for_all_slots_whether_verified_or_not() -> None:
     history, request = History(K), some_request()
     for _ in range(300):
-        history.observe(
-            one_round(request, None, drafted=K, verified=0, accepted=0), np.array([[0.9, 0.72, 0.36, 0.036]])
-        )
+        history.observe(one_round(request, None, drafted=K, verified=0, accepted=0), np.array([[0.9, 0.8, 0.5, 0.1]]))
     assert history.survival([request])[0] == pytest.approx([0.9, 0.72, 0.36, 0.036], rel=0.1)
     assert history.correction([request]) == pytest.approx([1.0]), "nothing was verified: nothing to correct by"
 
@@ -78,6 +76,19 @@ def test_outcomes_correct_the_confidence() -> None:
     expected = (weight + CORRECTION_PRIOR * 0.64) / (1.6 * weight + CORRECTION_PRIOR)
     assert history.correction([request])[0] == pytest.approx(expected, rel=0.02)
     assert (np.diff(history.survival([request])[0]) <= 0).all()
+
+
+def test_ends_of_texts_do_not_bias_the_correction() -> None:
+    """A calibrated head needs none, however short the texts are."""
+    random, history, request = np.random.default_rng(0), History(K), some_request()
+    for _ in range(4000):
+        confidence = random.random(K)
+        stands, end = random.random(K) < confidence, int(random.integers(1, 3 * K))
+        accepted = min(int(np.argmin(np.append(stands, False))), end)
+        decided = accepted if accepted == end else min(accepted + 1, K)
+        rounds = one_round(request, None, drafted=K, verified=K, accepted=accepted, decided=decided)
+        history.observe(rounds, confidence[None])
+    assert history._all.correction(np.array([0]), 1.0) == pytest.approx([1.0], abs=0.1)
 
 
 def test_a_block_whose_confidence_is_no_number_is_judged_by_its_outcome() -> None:
@@ -100,3 +111,14 @@ def test_places_of_requests_that_are_gone_are_used_again_and_clean() -> None:
     fresh, base = some_request(), History(K)
     base._all = history._all
     assert history.survival([fresh]) == pytest.approx(base.survival([some_request()]))
+
+
+def test_what_calibration_knows_is_where_a_server_begins() -> None:
+    known, ignorant = History(K, [0.3, 0.2, 0.1, 0.1]), History(K)
+    requests = [some_request()]
+    assert known.survival(requests)[0] == pytest.approx(np.cumprod([0.3, 0.2, 0.1, 0.1]))
+    assert ignorant.survival(requests)[0] == pytest.approx(np.cumprod([START] * K))
+    for history in (known, ignorant):
+        for _ in range(300):
+            history.observe(one_round(some_request(), None, drafted=K, verified=K, accepted=K), None)
+    assert known.survival(requests)[0, 0] > 0.8, "and learns"

@@ -11,11 +11,12 @@ import pytest
 
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
-from server.auto_policy import EXPLORE_EVERY, EXPLORE_RARELY, EXPLORE_ROUNDS, EXPLORE_SLOTS, AutoPolicy
+from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
 from server.loader import load_engine
 from server.policy import LengthPolicy
 from server.request import Request, RequestParams
+from server.trials import EXPLORE_EVERY, EXPLORE_RARELY, EXPLORE_ROUNDS, EXPLORE_SLOTS, REST
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
 from tests.server.policies import Lengths, one_round
@@ -98,19 +99,21 @@ def tell(policy: AutoPolicy, request: Request, *, drafted: int, accepted: int, r
 def test_who_gave_up_tries_again_and_recovers() -> None:
     policy, request = AutoPolicy(COST), some_request()
     tell(policy, request, drafted=4, accepted=0, rounds=60)
-    lens = [choose(policy, [request], [4])[0] for _ in range(7 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    lens = [choose(policy, [request], [4])[0] for _ in range(8 * EXPLORE_EVERY)]
     assert sorted(set(lens)) == [0, EXPLORE_SLOTS]
     began = [i for i in range(len(lens)) if lens[i] and not (i and lens[i - 1])]
-    assert began == [EXPLORE_EVERY - 1, 3 * EXPLORE_EVERY - 1, 7 * EXPLORE_EVERY - 1], "ever more rarely"
+    assert began == pytest.approx([EXPLORE_EVERY, 3 * EXPLORE_EVERY, 7 * EXPLORE_EVERY], abs=4 * REST), (
+        "ever more rarely"
+    )
     assert lens.count(EXPLORE_SLOTS) == 3 * EXPLORE_ROUNDS
     tell(policy, request, drafted=4, accepted=4, rounds=60)
-    assert choose(policy, [request], [4]) == [4]
+    assert [choose(policy, [request], [4])[0] for _ in range(REST + 1)][-1] == 4
 
 
 def test_short_requests_learn_for_those_after_them() -> None:
     """Each is over long before it alone would try again."""
     policy, drafted = AutoPolicy(COST), []
-    for number in range(60):
+    for number in range(150):
         request = some_request()
         right = number >= 10  # the first ones' drafts are wrong, all others' right
         for _ in range(20):
@@ -119,17 +122,17 @@ def test_short_requests_learn_for_those_after_them() -> None:
             if length:
                 tell(policy, request, drafted=length, accepted=length if right else 0)
     assert max(drafted[120:180]) == 0, "given up"
-    assert min(drafted[-200:]) == 4, "and found again"
+    assert sorted(set(drafted[-200:])) in ([4], [0, 4]), "and found again"
+    assert drafted[-200:].count(0) <= 3, "but for a plain step now and then"
 
 
 def test_one_of_many_tries_at_a_time() -> None:
     policy, requests = AutoPolicy(COST), [some_request() for _ in range(5)]
     for request in requests:
         tell(policy, request, drafted=4, accepted=0, rounds=30)
-    lens = [choose(policy, requests, [4] * 5) for _ in range(31 * EXPLORE_EVERY + EXPLORE_ROUNDS)]
+    lens = [choose(policy, requests, [4] * 5) for _ in range(15 * EXPLORE_EVERY + 2 * EXPLORE_ROUNDS + 10 * REST)]
     tried = [sum(map(bool, step)) for step in lens]
     assert max(tried) == 1
-    assert sum(tried) == 5 * EXPLORE_ROUNDS
     assert [sum(map(bool, column)) for column in zip(*lens, strict=True)] == [EXPLORE_ROUNDS] * 5, "each in turn"
 
 
@@ -137,11 +140,14 @@ def test_trying_gets_no_rarer_than_it_must() -> None:
     policy, request = AutoPolicy(COST), some_request()
     tell(policy, request, drafted=4, accepted=0, rounds=60)
     lens = [choose(policy, [request], [4])[0] for _ in range(10 * EXPLORE_RARELY)]
-    assert sum(map(bool, lens[-EXPLORE_RARELY:])) == EXPLORE_ROUNDS
+    assert EXPLORE_ROUNDS <= sum(map(bool, lens[-EXPLORE_RARELY - 2 * REST :])) <= 2 * EXPLORE_ROUNDS
+    (length,) = {length for length in lens if length}
+    assert length == EXPLORE_SLOTS
     tell(policy, request, drafted=4, accepted=4, rounds=60)
-    assert choose(policy, [request], [4]) == [4]
+    lens = [choose(policy, [request], [4])[0] for _ in range(REST + 1)]
+    assert lens[-1] == 4
     tell(policy, request, drafted=4, accepted=0, rounds=200)
-    lens = [choose(policy, [request], [4])[0] for _ in range(EXPLORE_EVERY)]
+    lens = [choose(policy, [request], [4])[0] for _ in range(EXPLORE_EVERY + 2 * REST)]
     assert any(lens), "soon again, after drafting has paid"
 
 

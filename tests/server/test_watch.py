@@ -138,6 +138,7 @@ async def test_metrics_are_served() -> None:
     from server.app import create_app
 
     engine = AsyncEngine(watched().engine)
+    engine.info["target"] = "tiny"
     async with client_of(create_app(engine, ServerConfig())) as client:
         response = await client.get("/metrics")
     assert response.status_code == 200

@@ -25,7 +25,8 @@ from dspark_core.errors import CheckpointError
 ORIGIN = Origin("aa", "bb", 3, "float32", "exact", "cpu", "some CPU", 2)
 REPORT = CalibrationReport("set", 120, [1.5, 0.5, 1.0], [0.1, 0.2, None], [0.01, 0.02, None])
 FITTED = Calibration(
-    {"ratio": Scaling.by_temperature([1.5, 0.5, 1.0]), "greedy": Scaling((0.5, 1.0, 1.0), (0.0, -0.25, 0.0))}
+    {"ratio": Scaling.by_temperature([1.5, 0.5, 1.0]), "greedy": Scaling((0.5, 1.0, 1.0), (0.0, -0.25, 0.0))},
+    (0.5, 0.25, 0.125),
 )
 
 
@@ -38,6 +39,7 @@ def saved(folder: Path) -> Path:
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     found = load_calibration(saved(tmp_path), ORIGIN)
     assert found.regimes == FITTED.regimes
+    assert found.acceptance == FITTED.acceptance
     assert found.source.endswith("calibration.json")
 
 
@@ -112,6 +114,8 @@ def test_values_that_do_not_fit_are_refused(change: dict[str, Any], complaint: s
     ("change", "complaint"),
     [
         ({"version": 2}, "version 2, expected 1"),
+        ({"acceptance": [0.5, 0.5]}, "key 'acceptance' holds 2 values"),
+        ({"acceptance": [0.5, 0.5, 1.5]}, "expected numbers from 0 to 1"),
         ({"regimes": {"greedy": {}}}, "regime 'ratio' is missing"),
         ({"regimes": {"ratio": {}, "other": {}}}, "unknown regime 'other'"),
         ({"regimes": {"ratio": [1.0] * 3}}, "regime 'ratio' is a list, expected an object"),

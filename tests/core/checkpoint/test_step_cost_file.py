@@ -103,6 +103,9 @@ def test_tables_that_do_not_fit_are_refused(change: dict[str, Any], complaint: s
     [
         ({"version": 7}, "version 7, expected 1"),
         ({"per_row": -1.0}, "'per_row' is -1.0, expected at least 0"),
+        ({"block": 0}, "'block' at least 1"),
+        ({"context": 1.5}, "expected whole numbers"),
+        ({"origin": {}}, "does not say for which target"),
         ({"curves": [1]}, "expected dict"),
         ({"curves": {"tokens": [1]}}, "key 'requests' is missing"),
     ],

@@ -1,0 +1,78 @@
+"""Doing now and then what does not seem to pay: or nobody would ever learn that it does by now.
+
+All of it is decided before anything is drafted, by counting steps: no text's distribution depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from server.request import Request
+
+# After so many steps in which somebody did not draft, one of those does for some rounds, with few slots. After each
+# vain try the next one comes twice as late, up to a limit: so trying costs well under one percent where nothing pays.
+EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
+# While drafting pays, so many steps go by until one is plain; more of them once some plain ones are known.
+PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 96, 16, 1024
+REST = 15  # steps in which the answer "nobody drafts" stands without being asked again
+
+
+class Trials:
+    """Whose turn it is to try drafting, and when a step is to be plain although drafting pays."""
+
+    def __init__(self) -> None:
+        self._idle_steps, self._patience, self._drafting_steps = 0, EXPLORE_EVERY, 0
+        self._rest, self._resting = 0, list[Request]()
+        self._turn = 0
+        # Rounds left of those that are trying; and when each last began to, until it drafts by itself.
+        self._left: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._began: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def resting(self, requests: Sequence[Request]) -> bool:
+        """Whether these did not draft in the step before and need not be asked again yet."""
+        if not self._rest or self._resting != requests:
+            return False
+        self._rest -= 1
+        self._idle_steps += 1
+        return True
+
+    def rest(self, requests: Sequence[Request]) -> None:
+        """Nobody of these drafts."""
+        self._rest, self._resting = REST, list(requests)
+
+    def explore(self, idle: Sequence[Request]) -> set[Request]:
+        """Of those that would not draft, who does so all the same."""
+        if not idle:
+            return set()
+        self._idle_steps += 1
+        if self._idle_steps >= self._patience:
+            self._idle_steps, self._patience, self._turn = 0, min(2 * self._patience, EXPLORE_RARELY), self._turn + 1
+            chosen = min(idle, key=lambda request: self._began.get(request, 0))
+            self._began[chosen], self._left[chosen] = self._turn, EXPLORE_ROUNDS
+        if not self._left:
+            return set()
+        trying = {request for request in idle if request in self._left}
+        for request in trying:
+            self._left[request] -= 1
+            if not self._left[request]:
+                del self._left[request]
+        return trying
+
+    def drafts(self, requests: Sequence[Request]) -> None:
+        """These draft because it pays. If one of them had tried, trying is worth while again."""
+        for request in requests if self._began else ():
+            if self._began.pop(request, None) is not None:
+                self._patience = EXPLORE_EVERY
+
+    def plain_step(self, known: int) -> bool:
+        """Whether this step, in which drafting pays, is to be a plain one: what it costs beside it is not known else.
+
+        Args:
+            known: plain steps that were timed.
+        """
+        self._drafting_steps += 1
+        if self._drafting_steps < (PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
+            return False
+        self._drafting_steps = 0
+        return True
