@@ -3,7 +3,7 @@
     python -m benchmarks.load_curve [--draft demo|scripted] [--temperature 0] [--cpu-weights exact] [--plots docs]
 
 At every load each way to decode answers the same prompts of mixed domains in the same order, as many at once as the
-load says, until it has given a number of tokens. The ways take turns, half a second or so each: what else the machine
+load says, until it has given a number of tokens. The ways take turns, a few steps each: what else the machine
 does then falls on all alike. Steps that hold a prompt are left out. Plain decoding has no draft and no taps. "ours" is
 the default, --verify auto.
 """
@@ -42,7 +42,7 @@ FIXED = (1, 3, 5)
 CHANCES = (0.95, 0.85, 0.7)  # of the scripted draft's slots, by prompt
 THRESHOLD = 0.5
 MAX_TOKENS = 96  # the demo model begins to loop after about so many, and loops flatter
-SLICE_SECONDS = 0.5
+SLICE_SECONDS = 0.15
 LONGEST = 256  # prompt and answer
 
 
@@ -90,7 +90,7 @@ class Way:
         self._verified += int(rounds.verified.sum())
 
     def slice(self, enough: int) -> None:
-        """Some steps, until half a second is over or `enough` tokens are there."""
+        """Some steps, until a while is over or `enough` tokens are there."""
         begin, scheduler = time.perf_counter(), self.engine.scheduler
         while time.perf_counter() - begin < SLICE_SECONDS and self.tally.tokens < enough:
             while len(scheduler.running) + len(scheduler.waiting) < self.load:
@@ -136,7 +136,7 @@ def twin(base: Engine, load: int, *, with_draft: bool) -> Engine:
             vocab_size=base.vocab_size,
             max_model_len=LONGEST,
             max_num_seqs=load,
-            max_num_batched_tokens=base.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=512,  # a prompt takes one step, so that others are without any
             prefix_cache=False,
         )
     )

@@ -1,4 +1,4 @@
-"""What will run for minutes on a borrowed GPU is tried here first."""
+"""What will run for minutes on a borrowed GPU is tried here first; and what benchmarks measure with is right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.load_plots import plot
+from benchmarks.scripted import coins
+from server.request import Request, RequestParams
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,3 +28,38 @@ def test_gpu_check_runs_without_a_gpu() -> None:
     assert result["kernel_error_16_bits"] < 2e-3
     assert result["texts_changed"] == 0
     assert len(result["steps"]) == 7
+
+
+def test_the_scripted_draft_s_confidence_is_calibrated() -> None:
+    """Of the slots that are told with some confidence, as many are right as it says."""
+    script, said, right = coins((0.9, 0.5), 7), [], []
+    for number in range(3000):
+        request = Request([number], RequestParams(), 10, frozenset(), 0, None)  # type: ignore[arg-type]
+        run, logits = script(request, number // 7)
+        assert script(request, number // 7) == (run, logits), "the same coins whoever asks"
+        judged = min(run + 1, 7)
+        said += logits[:judged]
+        right += [slot < run for slot in range(judged)]
+    confidence, outcome = 1 / (1 + np.exp(-np.array(said))), np.array(right)
+    for level in np.unique(confidence.round(6)):
+        rows = np.isclose(confidence, level, atol=1e-6)
+        assert outcome[rows].mean() == pytest.approx(level, abs=0.04)
+    assert len(np.unique(confidence.round(6))) == 4, "two prompts' chances, two hints"
+
+
+def test_a_load_curve_is_drawn(tmp_path: Path) -> None:
+    row = {"tokens_per_s": 100.0, "per_user": 50.0, "verify_budget": 2.0}
+    ways = ("plain", "full", "fixed 1", "fixed 3", "threshold", "ours")
+    result = {
+        "draft": "demo",
+        "temperature": 0.0,
+        "cpu_weights": "exact",
+        "conditions": {"cpu": "some CPU", "cores": 2},
+        "results": {
+            load: {way: {name: value * load for name, value in row.items()} for way in ways} for load in (1, 4)
+        },
+    }
+    plot(tmp_path / "plots", result)
+    (file,) = (tmp_path / "plots").iterdir()
+    assert file.name == "load_curve_demo_exact_t0.png"
+    assert file.stat().st_size > 10_000
