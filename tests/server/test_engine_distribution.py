@@ -43,10 +43,15 @@ def prompt() -> list[int]:
 
 
 def draw_texts(
-    drafter: TableDrafter, sampling: SamplingParams, num: int = NUM_REQUESTS, policy: LengthPolicy | None = None
+    drafter: TableDrafter,
+    sampling: SamplingParams,
+    num: int = NUM_REQUESTS,
+    policy: LengthPolicy | None = None,
+    seed: int = 0,
 ) -> NDArray[np.int64]:
     """[num, COUNT] tokens of as many requests; seeded ones differ in their seed."""
-    engine = make_engine(drafter, target=tiny_target(V), max_num_seqs=BATCH, max_num_batched_tokens=BATCH * 8)
+    limits = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * 8}
+    engine = make_engine(drafter, target=tiny_target(V), seed=seed, **limits)
     engine.policy = policy or engine.policy
     own = [sampling if sampling.seed is None else replace(sampling, seed=seed) for seed in range(num)]
     jobs = [(prompt(), RequestParams(params, max_tokens=COUNT)) for params in own]
