@@ -15,8 +15,8 @@ from server.request import Request
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Acceptance that a draft is trusted with before anything is known, for one round. High: a bad draft is found out in some
-# rounds, once for all requests, but a good one that is not tried is not found.
+# Acceptance that a draft is trusted with before anything is known, for one round. High: a bad draft is found out in
+# some rounds, once for all requests, but a good one that is not tried is not found.
 START = 0.85
 KNOWN_WEIGHT = 20.0  # rounds that what is known from calibration counts for
 ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds after which one counts for 1/e of a new one
