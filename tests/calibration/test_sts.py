@@ -188,7 +188,7 @@ def test_positions_with_one_class_keep_temperature_1(stands: int) -> None:
     assert fit.positions[1].note == "one class only"
     assert fit.positions[1].temperature == 1.0
     assert fit.positions[1].num_accepted == 300 * stands
-    assert fit_platt(records).scales[1] == 1.0
+    assert len(set(fit_platt(records).scales)) == 1, "as the position before it"
     assert evaluate(records, fit.calibrator, source, resamples=5)[1].auroc is None
 
 

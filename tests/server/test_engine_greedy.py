@@ -116,7 +116,7 @@ def test_preemption_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch, ki
         preempt(self, request)
 
     monkeypatch.setattr(scheduler.RequestScheduler, "_preempt", count)
-    engine = make_engine(make_draft(kind, 7), page_size=page_size, num_tokens=128, max_model_len=96)
+    engine = make_engine(make_draft(kind, 7), page_size=page_size, num_tokens=112, max_model_len=96)
     jobs = [(make_prompt(length), PARAMS) for length in (15, 16, 40, 17, 31, 2, 9, 63)]
     results = run(engine, jobs, arrivals=[0, 0, 0, 1, 1, 3, 5, 8])
     assert any(request.num_generated for request in preempted)

@@ -86,7 +86,7 @@ def test_a_seed_gives_one_text_after_preemption_and_in_other_chunks(
     prompts = [make_prompt(14 + i, seed=i) for i in range(6)]
     alone = [plain_text(sampling, prompt) for prompt in prompts]
     engine = make_engine(
-        tiny_draft("rnn", 7), num_tokens=96, max_model_len=64, max_num_batched_tokens=25, max_num_seqs=6
+        tiny_draft("rnn", 7), num_tokens=80, max_model_len=64, max_num_batched_tokens=25, max_num_seqs=6
     )
     results = run(engine, [(prompt, params(sampling)) for prompt in prompts])
     assert any(request.num_generated for request in preempted)

@@ -54,7 +54,7 @@ def _answer(a):  # type: ignore[no-untyped-def]
 def test_other_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
     for version, hits in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
-        monkeypatch.setattr(compiling, "_fingerprint", lambda version=version: version)
+        monkeypatch.setattr(compiling, "source_key", lambda version=version: version)
         kernel = Kernel(_answer)
         assert kernel.address
         assert kernel._compiled._cache_hits == hits, version
