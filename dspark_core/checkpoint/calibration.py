@@ -74,9 +74,12 @@ class Calibration:
             regimes: [R] of the requests.
             logits: [R, k], of the first k slots.
         """
-        own = [self.regimes.get(regime, self.regimes["ratio"]) for regime in regimes]
-        size = logits.shape[1]
-        scales, biases = (np.array(part)[:, :size] for part in zip(*((s.scales, s.biases) for s in own), strict=True))
+        places = {regime: place for place, regime in enumerate(dict.fromkeys(regimes))}  # three at most
+        own = [self.regimes.get(regime, self.regimes["ratio"]) for regime in places]
+        rows, size = [places[regime] for regime in regimes], logits.shape[1]
+        scales, biases = (
+            np.array(part)[:, :size][rows] for part in zip(*((s.scales, s.biases) for s in own), strict=True)
+        )
         # exp overflows harmlessly: a saturated head is sure. A scale of 0 times infinity is no number, and treated so.
         with np.errstate(over="ignore", invalid="ignore"):
             return cast(Floats, 1 / (1 + np.exp(-(scales * logits + biases))))
