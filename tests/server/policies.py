@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from server.policy import Floats, LengthPolicy, Rounds
+from server.auto_policy import AutoPolicy
+from server.policy import Floats, LengthPolicy, Rounds, StepOutcome
 from server.request import Request
 
 Plan = Callable[[Sequence[Request], Sequence[int]], list[int]]
@@ -28,6 +29,14 @@ class Lengths(LengthPolicy):
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
     ) -> list[int]:
         return self._admit(slots, logits) if self._admit else list(slots)
+
+
+class Timeless(AutoPolicy):
+    """For which steps take what its costs say: how long they really took decides nothing."""
+
+    def observe_step(self, outcome: StepOutcome) -> None:
+        super().observe_step(outcome)
+        self.watch.plain = self.watch.drafting = 1.0
 
 
 def one_round(

@@ -18,7 +18,7 @@ from server.request import Request, RequestParams
 from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, PLAIN_EVERY, PLAIN_RARELY
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft, tiny_target
-from tests.server.policies import one_round
+from tests.server.policies import Timeless, one_round
 from tests.server.test_engine_distribution import DRAFT_LEN, P_VALUE, RATIO, V, draw_texts, p_values
 from tests.server.test_policy import plain, some_request
 
@@ -31,7 +31,7 @@ def cost_of(slope: float, draft: float = 0.0, draft_len: int = DRAFT_LEN, start:
     return StepCost(CostCurves([1, 64], verify, [1, 64], [draft] * 2, [draft] * 2, draft_len))
 
 
-class Noting(AutoPolicy):
+class Noting(Timeless):
     """Remembers the lengths."""
 
     def __init__(self, cost: StepCost, calibration: Calibration | None = None) -> None:

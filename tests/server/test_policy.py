@@ -19,7 +19,7 @@ from server.request import Request, RequestParams
 from server.trials import EXPLORE_EVERY, EXPLORE_RARELY, EXPLORE_ROUNDS, EXPLORE_SLOTS, REST
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft
-from tests.server.policies import Lengths, one_round
+from tests.server.policies import Lengths, Timeless, one_round
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
 COUNT = 40
@@ -58,7 +58,7 @@ def test_a_draft_that_is_right_is_used_and_one_that_is_wrong_is_left() -> None:
     rounds = {}
     for kind in (oracle, adversary):
         engine = make_engine(kind(4, continuation))
-        engine.policy = AutoPolicy(COST)
+        engine.policy = Timeless(COST)
         (result,) = run(engine, [(make_prompt(17), RequestParams(GREEDY, max_tokens=60))])
         assert result.ids == plain(GREEDY, 17, 60)
         rounds[kind] = result.last.speculation
@@ -76,7 +76,7 @@ def test_requests_are_judged_one_by_one() -> None:
         return right if request.prompt_ids == easy else [(token + 1) % 200 for token in right]
 
     engine = make_engine(ScriptedDrafter(4, sometimes, [-1]))
-    engine.policy = AutoPolicy(COST)
+    engine.policy = Timeless(COST)
     params = RequestParams(GREEDY, max_tokens=60)
     good, bad = run(engine, [(easy, params), (make_prompt(30), params)])
     assert good.last.speculation.accepted > 40
