@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from calibration.settings import GROUPS, CalibrateConfig
-from dspark_core.errors import CheckpointError, RunError
+from dspark_core import program
 from dspark_core.settings import Parser, UsageError, build, public_fields
 
 PROGRAM = "dspark-calibrate"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,9 @@ class Command:
 
 
 def _all(config: CalibrateConfig) -> None:
-    import_module("matplotlib")  # what is missing is known before minutes of work, not after
-    from calibration import run
+    from calibration import plots, run
+
+    plots.need()  # what is missing is known before minutes of work, not after
 
     places = run.places_of(config)
     engine, origin = run.load(config)
@@ -68,7 +66,6 @@ def _profile(config: CalibrateConfig) -> None:
 
 
 def _report(config: CalibrateConfig) -> None:
-    import_module("matplotlib")
     from calibration import run
 
     places = run.places_of(config)
@@ -122,36 +119,17 @@ def parse(argv: Sequence[str]) -> tuple[Command, CalibrateConfig]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 could not be done, 2 wrong usage, 130 interrupted."""
+    """Entry point; returns the exit code (see `dspark_core.program.run`)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage())
         return 0
-    try:
+
+    def parsed() -> Callable[[], None]:
         command, config = parse(arguments)
-    except UsageError as error:
-        return _fail(str(error), 2)
-    logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    try:
-        command.run(config)
-    except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last answer", 130)
-    except (CheckpointError, RunError, OSError, ModuleNotFoundError) as error:
-        return _fail(_words(error), 1)
-    return 0
+        return lambda: command.run(config)
 
-
-def _words(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed, expected it: pip install 'dspark[train]'"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    return code
+    return program.run(PROGRAM, parsed, interrupted="the same command goes on from the last answer")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ THEMES = {
 
 def need() -> None:
     """Raises ModuleNotFoundError if matplotlib is not installed."""
-    import matplotlib.figure  # noqa: F401
+    import_module("matplotlib.figure")
 
 
 def files(report: Mapping[str, Any]) -> dict[str, bytes]:

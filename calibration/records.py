@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from dspark_core.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from dspark_core.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import numpy as np
 
 from calibration import plots
 from calibration.plots import percent, points
-from calibration.records import Floats, Records
+from calibration.records import Records
 from calibration.reliability import reliability
 from calibration.split import Split, of_regime
 from calibration.sts import Calibrator, PositionReport, evaluate, raw
+from dspark_core.arrays import Floats
 from dspark_core.checkpoint.files import write_atomically
 from dspark_core.sampling import REGIMES, Regime
 

@@ -32,9 +32,9 @@ from dspark_core.keys import Keys
 from dspark_core.sampling import Regime
 from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine, locate
+from server.loader import load_engine
 from server.profile import Profile, profile
-from server.verification import Models, measured_folder, versions
+from server.verification import measured_folder, versions
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +65,21 @@ def places_of(config: CalibrateConfig) -> Places:
 
 def load(config: CalibrateConfig) -> tuple[Engine, Origin]:
     """An engine that verifies whole blocks, and what its measurements are marked with."""
-    settings = ServerConfig(
-        ckpt=config.ckpt,
-        target=config.target,
-        dtype=config.dtype,
-        cpu_weights=config.cpu_weights,
-        device=config.device,
-        draft_len=config.draft_len,
-        max_num_seqs=config.max_num_seqs,
-        seed=config.seed,
-        verify="full",
+    engine = load_engine(
+        ServerConfig(
+            ckpt=config.ckpt,
+            target=config.target,
+            dtype=config.dtype,
+            cpu_weights=config.cpu_weights,
+            device=config.device,
+            draft_len=config.draft_len,
+            max_num_seqs=config.max_num_seqs,
+            seed=config.seed,
+            verify="full",
+        )
     )
-    engine = load_engine(settings)
-    target, draft = locate(settings)
-    assert draft is not None
-    return engine, Models.of(settings, engine, target, draft).origin
+    assert engine.origin is not None, "it has a draft"
+    return engine, engine.origin
 
 
 def run_profile(config: CalibrateConfig, places: Places, engine: Engine, origin: Origin) -> Profile:
@@ -98,9 +98,8 @@ def run_profile(config: CalibrateConfig, places: Places, engine: Engine, origin:
     }
     places.folder.mkdir(parents=True, exist_ok=True)
     save_step_cost(places.folder / STEP_COST_FILE, found.cost, origin, versions(), details)
-    worst = max(found.spread.values())
-    if worst > 0.3:
-        logger.warning("times of one and the same step differ by %.0f %%: the machine was busy", 100 * worst)
+    if found.busy:
+        logger.warning("times of one and the same step differ widely: the machine was busy, measure again")
     return found
 
 

@@ -13,8 +13,9 @@ from typing import cast
 
 import numpy as np
 
-from calibration.records import Bools, Floats, Records
+from calibration.records import Records
 from calibration.reliability import auroc, brier, ece, ece_interval, ece_noise
+from dspark_core.arrays import Bools, Floats
 from dspark_core.sampling import REGIMES, Regime
 
 LOWEST, HIGHEST = 0.05, 20.0  # temperatures

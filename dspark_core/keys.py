@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,19 @@ class Keys:
         if value < 1:
             raise CheckpointError(f"{self.where}: key '{key}' is {value}, expected at least 1")
         return int(value)
+
+    def numbers(
+        self, key: str, count: int, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
+    ) -> list[float]:
+        """A list of `count` finite numbers, each at least `least`, more than `above` and at most `most`."""
+        values = self.get(key, list)
+        if len(values) != count:
+            raise CheckpointError(f"{self.where}: key '{key}' holds {len(values)} values, expected {count}")
+        limits = (("at least", least), ("above", above), ("at most", most))
+        expected = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
+        for value in values:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < least or value <= above or value > most:
+                wanted = f"finite numbers {expected}".rstrip()
+                raise CheckpointError(f"{self.where}: key '{key}' holds {value!r}, expected {wanted}")
+        return [float(value) for value in values]

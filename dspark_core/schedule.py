@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dspark_core.arrays import Floats, Ints
 from dspark_core.step_cost import CostCurves
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -91,11 +88,6 @@ def _hoped(gain: Floats, expected: Floats, tokens: Floats, seconds: Floats, corn
     ahead = gain[:, None] * (lower - here) + total[corners] - total[lower]
     rates = np.where(corners > here, (tokens[:-1, None] + ahead) / seconds[corners], 0.0)
     return cast(Floats, rates.max(-1))
-
-
-def admit_best(survival: Floats, limits: Sequence[int], budget: int) -> list[int]:
-    """Verify lengths that share a budget fixed before drafting: the slots most likely to survive (paper §5.2)."""
-    return _Path.of(survival, limits).lens(budget, len(survival))
 
 
 def admit_above(survival: Floats, limits: Sequence[int], threshold: float) -> list[int]:

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dspark_core.arrays import Floats
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.schedule import choose_draft_lens, choose_verify_lens
 from dspark_core.step_cost import CostCurves, StepCost
 from server.cost_watch import CostWatch
 from server.history import History
-from server.policy import LengthPolicy, Rounds, StepOutcome
+from server.policy import LengthPolicy, Rounds, StepOutcome, regimes_of
 from server.request import Request
 from server.trials import EXPLORE_SLOTS, Trials
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
@@ -165,7 +162,7 @@ class AutoPolicy(LengthPolicy):
         be what it is because of their tokens.
         """
         assert self.calibration is not None
-        confidence = self.calibration.confidence([request.params.sampling.regime for request in requests], logits)
+        confidence = self.calibration.confidence(regimes_of(requests), logits)
         confidence *= self.history.correction(requests)[:, None]
         before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
         usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)[:, : logits.shape[1]]
@@ -180,7 +177,7 @@ class AutoPolicy(LengthPolicy):
         if self.calibration is not None and rounds.logits is not None:
             confidence = np.full((len(rounds.requests), self.history.draft_len), np.nan)
             size = rounds.logits.shape[1]
-            confidence[:, :size] = self.calibration.confidence(rounds.regimes, rounds.logits)
+            confidence[:, :size] = self.calibration.confidence(regimes_of(rounds.requests), rounds.logits)
         self.history.observe(rounds, confidence)
 
     def observe_step(self, outcome: StepOutcome) -> None:

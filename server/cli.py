@@ -15,12 +15,12 @@ from typing import NoReturn
 import uvicorn
 
 from dspark_core.errors import CheckpointError
+from dspark_core.program import LOG_FORMAT, fail
 from dspark_core.settings import Parser, UsageError, build
 from server.config import ServerConfig
 
 PROGRAM = "dspark-serve"
 GROUPS = {"model": "what is served", "engine": "the engine's sizes", "http": "the HTTP server"}
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_S = 5  # seconds that running requests get to finish once a signal to stop has come
 
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
-        return _fail(str(error), 2)
+        return fail(PROGRAM, str(error), 2)
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, _stop)
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
@@ -100,18 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{config.host} port {config.port}"
         reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        return _fail(f"cannot listen on {where}: {reason}; choose others with --host and --port", 1)
+        return fail(PROGRAM, f"cannot listen on {where}: {reason}; choose others with --host and --port", 1)
     with sock:
         try:
             serve(config, sock)
         except CheckpointError as error:
-            return _fail(str(error), 1)
+            return fail(PROGRAM, str(error), 1)
     return 0
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dspark_core.arrays import Floats
+from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.models.attention import FlatBatch, Segment
@@ -20,10 +21,11 @@ from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
 from server.deferred import Committed, DeferredContext, write_context
 from server.kv import KVMemory
-from server.layout import Layout, lay_out, read_back, step_outcome
+from server.layout import Layout, lay_out, read_back
 from server.limits import check_limits
 from server.logprobs import token_logprobs
-from server.policy import Floats, LengthPolicy, Rounds, StepOutcome
+from server.outcomes import rounds_of, step_outcome
+from server.policy import LengthPolicy, Rounds, StepOutcome
 from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
 
@@ -86,6 +88,7 @@ class Engine:
         self.observers: list[Callable[[Rounds], None]] = []
         self.step_observers: list[Callable[[StepOutcome], None]] = []
         self.reads_confidence = False  # for observers, where the policy does not
+        self.origin: Origin | None = None  # what measurements of it are marked with, where that is known
         self.deferred = DeferredContext()
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
@@ -160,7 +163,7 @@ class Engine:
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round = self._round(drafting)
-        prefill_tokens = sum(item.num_tokens for item in work if item.num_tokens > 1 or not item.decides)
+        prefill_tokens = sum(item.num_tokens for item in work if item.prefills)
         draft_ids, verify_lens, confidence = self._draft(drafting, draft_round, prefill_tokens)
         layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
@@ -175,11 +178,17 @@ class Engine:
         finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
         outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
         self._commit(work, layout, emitted, output.features)
-        self._observe(drafting, verify_lens, confidence)
-        taken = step_outcome(work, len(drafting), layout, time.perf_counter() - started)
-        for observe in (self.policy.observe_step, *self.step_observers):
-            observe(taken)
+        taken = step_outcome(work, layout, prefill_tokens, time.perf_counter() - started)
+        self._tell(rounds_of(drafting, verify_lens, confidence), taken)
         return outcomes
+
+    def _tell(self, rounds: Rounds | None, taken: StepOutcome) -> None:
+        """Let the policy, and whoever else watches, learn from a step."""
+        if rounds:
+            for observe in (self.policy.observe, *self.observers):
+                observe(rounds)
+        for observe_step in (self.policy.observe_step, *self.step_observers):
+            observe_step(taken)
 
     def _round(self, items: Sequence[Work]) -> Round | None:
         return Round([item.request.source() for item in items], self.target.device) if items else None
@@ -236,23 +245,6 @@ class Engine:
             decided = accepted if taken < len(tokens) else min(accepted + 1, verified)
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
         return request.take_delta()
-
-    def _observe(self, items: Sequence[Work], verify_lens: list[int], confidence: Floats | None) -> None:
-        """Tell who wants to know what became of the blocks."""
-        told = [row for row, item in enumerate(items) if not item.request.error]
-        if not told:
-            return
-        outcomes = np.array([items[row].request.decided_and_accepted[-1] for row in told])
-        rounds = Rounds(
-            requests=[items[row].request for row in told],
-            logits=None if confidence is None else confidence[told],
-            drafted=np.array([items[row].num_slots for row in told]),
-            verified=np.array([verify_lens[row] for row in told]),
-            decided=outcomes[:, 0],
-            accepted=outcomes[:, 1],
-        )
-        for observe in (self.policy.observe, *self.observers):
-            observe(rounds)
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""

@@ -7,13 +7,10 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dspark_core.arrays import Floats, Ints
 from server.policy import Rounds
 from server.request import Request
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Acceptance that a draft is trusted with before anything is known, for one round. High: a bad draft is found out in
 # some rounds, once for all requests, but a good one that is not tried is not found.

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dspark_core.devices import tensor_on
 from dspark_core.models.attention import FlatBatch, Segment
-from server.policy import StepOutcome
 from server.scheduler import Work
 
 
@@ -85,16 +84,3 @@ def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[lis
     if plain:
         emitted += [[token] for token in results[0]]
     return finite, emitted
-
-
-def step_outcome(work: Sequence[Work], drafting: int, layout: Layout, seconds: float) -> StepOutcome:
-    """What a step came to; the first `drafting` items of `work` drafted."""
-    return StepOutcome(
-        seconds=seconds,
-        decoding=sum(item.decides for item in work),
-        drafting=drafting,
-        batch_tokens=len(layout.slots),
-        drafted=sum(item.num_slots for item in work),
-        prefill_tokens=sum(item.num_tokens for item in work if item.num_tokens > 1 or not item.decides),
-        context=sum(segment.limit for segment in layout.batch.segments) / len(work),
-    )

@@ -50,7 +50,8 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     """
     device = find_device(config.device)
     dtype = find_dtype(config.dtype, device)
-    target_folder, draft_folder = locate(config, with_draft=with_draft)
+    draft_folder = resolve_draft(config.ckpt) if with_draft else None
+    target_folder = resolve_target(config.target or _named_target(config.ckpt, draft_folder))
     target = load_target(target_folder, dtype=dtype, device=device)
     tokenizer = Tokenizer.from_folder(target_folder)
     draft = load_draft(draft_folder, target, draft_len=config.draft_len) if draft_folder else None
@@ -89,15 +90,10 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     draw(probabilities(scores, Filters.of([SamplingParams()], device)), half)
     if draft_folder:
         models = Models.of(config, engine, target_folder, draft_folder)
+        engine.origin = models.origin
         engine.policy, told = choose_policy(config, engine, models)
         engine.info |= told
     return engine
-
-
-def locate(config: ServerConfig, *, with_draft: bool = True) -> tuple[Path, Path | None]:
-    """Folders of target and draft, fetched if need be. Raises CheckpointError."""
-    draft = resolve_draft(config.ckpt) if with_draft else None
-    return resolve_target(config.target or _named_target(config.ckpt, draft)), draft
 
 
 def _named_target(ckpt: str, draft_folder: Path | None) -> str:

@@ -11,16 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dspark_core.arrays import Floats, Ints
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import Regime
 from dspark_core.schedule import admit_above
 from server.request import Request
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,10 +35,10 @@ class Rounds:
     decided: Ints
     accepted: Ints
 
-    @property
-    def regimes(self) -> list[Regime]:
-        """[R] the rules that they were verified by."""
-        return [request.params.sampling.regime for request in self.requests]
+
+def regimes_of(requests: Sequence[Request]) -> list[Regime]:
+    """[R] the rules by which their drafts stand."""
+    return [request.params.sampling.regime for request in requests]
 
 
 @dataclass(frozen=True)
@@ -124,6 +119,4 @@ class Threshold(LengthPolicy):
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
     ) -> list[int]:
         assert logits is not None
-        return admit_above(
-            self.calibration.survival([r.params.sampling.regime for r in requests], logits), slots, self.threshold
-        )
+        return admit_above(self.calibration.survival(regimes_of(requests), logits), slots, self.threshold)

@@ -21,6 +21,7 @@ from server.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
@@ -38,6 +39,11 @@ class Profile:
     cost: StepCost
     medians: dict[Key, float]
     spread: dict[str, float]
+
+    @property
+    def busy(self) -> bool:
+        """Whether something else ran on the machine, by how far times of one and the same step lie apart."""
+        return statistics.median(self.spread.values()) > BUSY
 
 
 def profile(
@@ -198,5 +204,6 @@ class Probe:
         drafter.draft(blocks, most_likely).draft_ids.tolist()
 
 
-def most_likely(slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:  # noqa: ARG001
+def most_likely(_: int, logits: Tensor, __: Tensor) -> Tensor:
+    """Chooses draft tokens greedily."""
     return argmax(logits)

@@ -26,6 +26,11 @@ class Work:
     num_slots: int
     decides: bool
 
+    @property
+    def prefills(self) -> bool:
+        """Whether its tokens are of a prompt, or of a text that is computed again."""
+        return self.num_tokens > 1 or not self.decides
+
 
 class RequestScheduler:
     """First come, first served. Decoding requests run in every step; prompts share what the budget leaves.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from server.recalibrate import REFITTED, OnlineRecalibration
 logger = logging.getLogger(__name__)
 
 OFF = "off"
-BUSY = 0.3  # spread of one and the same step, in the median over all that were measured
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
         except CheckpointError as error:
             logger.warning("%s. Costs are measured anew", error)
     found = profile(engine)
-    if statistics.median(found.spread.values()) > BUSY:
+    if found.busy:
         logger.warning("the machine was busy while costs were measured: they are measured again at the next start")
         return found.cost, "measured at start, on a busy machine"
     try:

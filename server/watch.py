@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dspark_core.arrays import Floats
 from dspark_core.checkpoint.calibration import Calibration
 from server.auto_policy import AutoPolicy
 from server.engine import Engine
-from server.policy import Rounds, StepOutcome, Threshold
+from server.policy import Rounds, StepOutcome, Threshold, regimes_of
 
 logger = logging.getLogger(__name__)
 
-Floats = NDArray[np.float64]
 
 BINS = 15
 MEMORY = 2000.0  # rounds, or steps, after which one counts for 1/e of a new one
@@ -86,7 +85,7 @@ class Watch:
             self._compared = self.calibration
             self._sums[:], self._tokens[:] = 0, 0
         if self.calibration is not None and rounds.logits is not None:
-            self._compare(rounds, self.calibration.survival(rounds.regimes, rounds.logits))
+            self._compare(rounds, self.calibration.survival(regimes_of(rounds.requests), rounds.logits))
 
     def _compare(self, rounds: Rounds, survival: Floats) -> None:
         slots = np.arange(survival.shape[1])

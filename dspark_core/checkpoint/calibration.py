@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dspark_core.arrays import Floats
 from dspark_core.checkpoint.files import write_atomically
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.errors import CheckpointError
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 CALIBRATION_FILE = "calibration.json"
 VERSION = 1
 _MUST_AGREE = ("target", "draft", "draft_len", "dtype", "device")
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
     own = keys.get("dspark", dict, None)
     if own is None:
         name = "temperatures" if "temperatures" in keys.values else "sts_temperatures"
-        values = _temperatures(keys.get(name, list), f"{path}: key '{name}'", origin.draft_len)
+        values = keys.numbers(name, origin.draft_len, above=0)
         logger.warning("%s does not say which model it was made for: used as it is, for every regime", path)
         return Calibration({"ratio": Scaling.by_temperature(values)}, source=f"{path} (says nothing of its origin)")
     inner = Keys(own, f"{path}: key 'dspark'")
@@ -159,11 +157,9 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
         regime: _scaling(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
         for regime, values in regimes.items()
     }
-    acceptance = inner.get("acceptance", list, None)
-    if acceptance is not None:
-        acceptance = _numbers(acceptance, f"{inner.where}: key 'acceptance'", origin.draft_len)
-        if not all(0 <= value <= 1 for value in acceptance):
-            raise CheckpointError(f"{inner.where}: key 'acceptance' is {acceptance}, expected numbers from 0 to 1")
+    acceptance = None
+    if inner.get("acceptance", list, None) is not None:
+        acceptance = tuple(inner.numbers("acceptance", origin.draft_len, least=0, most=1))
     return Calibration(found, acceptance, str(path))
 
 
@@ -171,23 +167,4 @@ def _scaling(values: Any, where: str, draft_len: int) -> Scaling:
     if not isinstance(values, dict):
         raise CheckpointError(f"{where} is a {type(values).__name__}, expected an object")
     keys = Keys(values, where)
-    return Scaling(
-        *(_numbers(keys.get(name, list), f"{where}: key '{name}'", draft_len) for name in ("scales", "biases"))
-    )
-
-
-def _temperatures(values: list[Any], where: str, draft_len: int) -> tuple[float, ...]:
-    numbers = _numbers(values, where, draft_len)
-    if min(numbers) <= 0:
-        raise CheckpointError(f"{where}: {min(numbers)!r}, expected a number above 0")
-    return numbers
-
-
-def _numbers(values: list[Any], where: str, draft_len: int) -> tuple[float, ...]:
-    if len(values) != draft_len:
-        raise CheckpointError(f"{where} holds {len(values)} values, expected {draft_len}, one per draft position")
-    for value in values:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise CheckpointError(f"{where}: {value!r}, expected a number")
-    return tuple(float(value) for value in values)
+    return Scaling(*(tuple(keys.numbers(name, draft_len)) for name in ("scales", "biases")))

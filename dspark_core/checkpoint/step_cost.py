@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,17 @@ def _curves(part: dict[str, Any], where: str, origin: Origin) -> CostCurves:
     tokens, requests = _ascending(keys, "tokens"), _ascending(keys, "requests")
     return CostCurves(
         tokens,
-        _numbers(keys, "verify", len(tokens)),
+        keys.numbers("verify", len(tokens), above=0),
         requests,
-        _seconds(keys, "first_slot", len(requests)),
-        _seconds(keys, "all_slots", len(requests)),
+        keys.numbers("first_slot", len(requests), least=0),
+        keys.numbers("all_slots", len(requests), least=0),
         origin.draft_len,
     )
 
 
 def _table(keys: Keys) -> tuple[list[int], list[float]]:
     tokens = _ascending(keys, "sample_batch_tokens")
-    return tokens, [1 / rate for rate in _numbers(keys, "sample_steps_per_sec", len(tokens))]
+    return tokens, [1 / rate for rate in keys.numbers("sample_steps_per_sec", len(tokens), above=0)]
 
 
 def _additive(keys: Keys) -> tuple[list[int], list[float]]:
@@ -99,8 +99,8 @@ def _additive(keys: Keys) -> tuple[list[int], list[float]]:
     tokens = _ascending(keys, "m_probes")
     bias = float(keys.get("bias_seconds", (int, float)))
     requests = _ascending(keys, "bs_probes")
-    alpha = _seconds(keys, "alpha_seconds", len(requests))[0]
-    seconds = [bias + alpha + theta for theta in _seconds(keys, "theta_seconds", len(tokens))]
+    alpha = keys.numbers("alpha_seconds", len(requests), least=0)[0]
+    seconds = [bias + alpha + theta for theta in keys.numbers("theta_seconds", len(tokens), least=0)]
     if min(seconds) <= 0:
         raise CheckpointError(f"{keys.where}: a step of {min(seconds)} s, expected more than 0")
     return tokens, seconds
@@ -112,18 +112,3 @@ def _ascending(keys: Keys, name: str) -> list[int]:
     if not values or not whole or any(a >= b for a, b in pairwise(values)):
         raise CheckpointError(f"{keys.where}: key '{name}' is {values!r}, expected ascending whole numbers")
     return list(values)
-
-
-def _seconds(keys: Keys, name: str, count: int) -> list[float]:
-    return _numbers(keys, name, count, zero=True)
-
-
-def _numbers(keys: Keys, name: str, count: int, *, zero: bool = False) -> list[float]:
-    values: Sequence[Any] = keys.get(name, list)
-    if len(values) != count:
-        raise CheckpointError(f"{keys.where}: key '{name}' holds {len(values)} values, expected {count}")
-    for value in values:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and not zero):
-            raise CheckpointError(f"{keys.where}: key '{name}' holds {value!r}, expected numbers above 0")
-    return [float(value) for value in values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark_core.errors import CheckpointError, RunError
+from dspark_core import program
 from dspark_core.settings import Parser, Settings, UsageError, build, flag, public_fields, quote
 from dspark_core.train.config import FEATURES_GROUPS, FIT_GROUPS, FeaturesConfig, FitConfig
 from server.train.settings import (
@@ -23,7 +22,6 @@ from server.train.settings import (
 )
 
 PROGRAM = "dspark-train"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -157,36 +155,17 @@ def read_file(path: Path, command: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 could not be done, 2 wrong usage, 130 interrupted."""
+    """Entry point; returns the exit code (see `dspark_core.program.run`)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0
-    try:
+
+    def parsed() -> Callable[[], None]:
         command, settings = parse(arguments)
-    except UsageError as error:
-        return _fail(str(error), 2)
-    logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    try:
-        command.run(settings)
-    except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last checkpoint or record", 130)
-    except (CheckpointError, RunError, OSError, ModuleNotFoundError) as error:
-        return _fail(_words(error), 1)
-    return 0
+        return lambda: command.run(settings)
 
-
-def _words(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed, expected it: pip install 'dspark[train]'"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    return code
+    return program.run(PROGRAM, parsed, interrupted="the same command goes on from the last checkpoint or record")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_without_matplotlib_nothing_is_begun(
     draft: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not after minutes of collecting."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(arguments(draft)) == 1
     assert "pip install 'dspark[train]'" in capsys.readouterr().err
     assert not (draft / "calibration").exists()

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dspark_core.schedule import admit_above, admit_best, choose_draft_lens, choose_verify_lens
+from dspark_core.schedule import admit_above, choose_draft_lens, choose_verify_lens
 from dspark_core.step_cost import CostCurves, StepCost
 
 
@@ -140,15 +140,6 @@ def test_equal_survival_is_admitted_in_order() -> None:
     ones = np.ones((3, 4))
     seconds = np.array([1.0] * 6 + [50.0] * 7)
     assert choose_verify_lens(ones, [4, 4, 4], seconds) == [4, 1, 0]
-    assert admit_best(ones, [4, 2, 4], 7) == [4, 2, 1]
-
-
-def test_a_fixed_budget_goes_to_what_survives() -> None:
-    survival = np.array([[0.9, 0.5, 0.4], [0.8, 0.7, 0.1]])
-    assert [admit_best(survival, [3, 3], budget) for budget in (0, 1, 3, 5, 9)] == [
-        [0, 0], [1, 0], [1, 2], [3, 2], [3, 3],
-    ]  # fmt: skip
-    assert admit_best(survival, [3, 1], 3) == [2, 1]
 
 
 def test_a_threshold_acts_on_survival() -> None:

@@ -12,5 +12,5 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     """A cache of its own for what a server measures and for calibrations: nothing outside it decides a test."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr("server.verification.cache_folder", lambda: folder)
-    monkeypatch.setattr("server.verification.BUSY", float("inf"))  # the machine that tests run on often is
+    monkeypatch.setattr("server.profile.BUSY", float("inf"))  # the machine that tests run on often is
     return folder

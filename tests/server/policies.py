@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dspark_core.arrays import Floats
 from server.auto_policy import AutoPolicy
-from server.policy import Floats, LengthPolicy, Rounds, StepOutcome
+from server.policy import LengthPolicy, Rounds, StepOutcome
 from server.request import Request
 
 Plan = Callable[[Sequence[Request], Sequence[int]], list[int]]

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from dspark_core.arrays import Floats
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import AutoPolicy
 from server.cost_watch import CostWatch
-from server.policy import FixedLength, Floats, LengthPolicy, StepOutcome, Threshold
+from server.policy import FixedLength, LengthPolicy, StepOutcome, Threshold
 from server.request import Request, RequestParams
 from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, PLAIN_EVERY, PLAIN_RARELY
 from tests.server.drafts import ConfidentDrafter

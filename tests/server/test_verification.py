@@ -25,9 +25,8 @@ from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
 from server.engine import Engine
-from server.loader import load_engine, locate
+from server.loader import load_engine
 from server.policy import FixedLength, LengthPolicy, Threshold
-from server.verification import Models
 from tests.server.engines import GREEDY, make_prompt, run
 from tests.server.test_policy import RequestParams
 from tests.tiny import tiny_draft_folder, tiny_target_folder
@@ -55,10 +54,9 @@ def load(draft: Path, **settings: Any) -> Engine:
 
 
 def origin_of(draft: Path) -> Origin:
-    config = config_of(draft, verify="off")
-    target, folder = locate(config)
-    assert folder is not None
-    return Models.of(config, load_engine(config), target, folder).origin
+    origin = load(draft, verify="off").origin
+    assert origin is not None
+    return origin
 
 
 def calibrate(path: Path, origin: Origin, temperature: float = 2.0) -> None:
@@ -175,7 +173,7 @@ def test_of_several_files_the_one_that_fits_is_used(
 def test_a_busy_start_is_measured_again(
     draft: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.verification.BUSY", -1.0)
+    monkeypatch.setattr("server.profile.BUSY", -1.0)
     assert load(draft).info["step costs"] == "measured at start, on a busy machine"
     assert "the machine was busy" in caplog.text
     assert not (measured / "step_cost").exists()

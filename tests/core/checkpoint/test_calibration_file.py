@@ -94,10 +94,10 @@ def test_another_machine_of_the_same_kind_is_no_reason_to_refuse(tmp_path: Path)
     ("change", "complaint"),
     [
         ({"temperatures": [1.0, 2.0]}, "holds 2 values, expected 3"),
-        ({"temperatures": [1.0, 2.0, 0.0]}, "0.0, expected a number above 0"),
-        ({"temperatures": [1.0, 2.0, "1"]}, "'1', expected a number"),
-        ({"temperatures": [1.0, 2.0, True]}, "True, expected a number"),
-        ({"temperatures": [1.0, 2.0, math.inf]}, "inf, expected a number"),
+        ({"temperatures": [1.0, 2.0, 0.0]}, "holds 0.0, expected finite numbers above 0"),
+        ({"temperatures": [1.0, 2.0, "1"]}, "holds '1', expected finite numbers above 0"),
+        ({"temperatures": [1.0, 2.0, True]}, "holds True, expected finite numbers"),
+        ({"temperatures": [1.0, 2.0, math.inf]}, "holds inf, expected finite numbers"),
         ({"temperatures": 1.0}, "key 'temperatures' is 1.0, expected list"),
         ({}, "key 'sts_temperatures' is missing"),
     ],
@@ -115,7 +115,7 @@ def test_values_that_do_not_fit_are_refused(change: dict[str, Any], complaint: s
     [
         ({"version": 2}, "version 2, expected 1"),
         ({"acceptance": [0.5, 0.5]}, "key 'acceptance' holds 2 values"),
-        ({"acceptance": [0.5, 0.5, 1.5]}, "expected numbers from 0 to 1"),
+        ({"acceptance": [0.5, 0.5, 1.5]}, "holds 1.5, expected finite numbers at least 0 and at most 1"),
         ({"regimes": {"greedy": {}}}, "regime 'ratio' is missing"),
         ({"regimes": {"ratio": {}, "other": {}}}, "unknown regime 'other'"),
         ({"regimes": {"ratio": [1.0] * 3}}, "regime 'ratio' is a list, expected an object"),

@@ -84,7 +84,7 @@ def test_costs_of_something_else_are_refused_by_the_field_that_differs(field: st
         ({"sample_batch_tokens": [], "sample_steps_per_sec": []}, "expected ascending whole numbers"),
         ({"sample_batch_tokens": [1, 2.5], "sample_steps_per_sec": [1, 1]}, "expected ascending whole numbers"),
         ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1]}, "holds 1 values, expected 2"),
-        ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1, 0]}, "holds 0, expected numbers above 0"),
+        ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1, 0]}, "holds 0, expected finite numbers above 0"),
         ({"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1, None]}, "holds None"),
         ({"sample_batch_tokens": [1, 2]}, "key 'sample_steps_per_sec' is missing"),
         ({"something": 1}, "key 'sample_batch_tokens' is missing"),
