@@ -7,37 +7,17 @@ round is made fresh in every step from what the host knows; it holds no state be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from dspark_core.adjustments import Adjustments, RowSource
 from dspark_core.devices import tensor_on
 from dspark_core.randomness import Purpose, gumbel, round_uniform
-from dspark_core.sampling import Filters, SamplingParams, argmax, draw, probabilities
+from dspark_core.sampling import Filters, argmax, draw, probabilities
 from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
-
-
-@dataclass(frozen=True)
-class RowSource:
-    """One request's part in a round.
-
-    Attributes:
-        params: its sampling parameters.
-        key: of its random stream; with a seed, a pure function of seed and choice index.
-        round: number of this round, for draws that are fresh in every round.
-        position: absolute position of the token that slot 0 predicts.
-        prompt_ids, output_ids: tokens so far, read only when the request is penalised.
-    """
-
-    params: SamplingParams
-    key: int
-    round: int
-    position: int
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
 
 
 class Round:
@@ -59,7 +39,7 @@ class Round:
         self.coupled_keys, self.coupled_positions = self._columns(self.coupled, "key", "position")
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
-        self.penalties = {i: Penalties(s, device) for i, s in enumerate(sources) if s.params.penalised}
+        self.adjustments = {i: Adjustments(s, device) for i, s in enumerate(sources) if s.adjusted}
         self.draft_u = torch.empty(0, len(self.ratio), dtype=torch.float64, device=device)  # per slot
         self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
         self.noise: list[Tensor] = []  # per slot [len(coupled), V]
@@ -79,9 +59,9 @@ class Round:
         """Draft tokens [R] of one slot from the draft's logits [R, V].
 
         Args:
-            draft_ids: [R, slot] chosen before, seen by penalties.
+            draft_ids: [R, slot] chosen before, which adjustments look at.
         """
-        logits = self._penalise_draft(logits, draft_ids)
+        logits = self._adjust_draft(logits, draft_ids)
         if not self.ratio and not self.coupled:
             return argmax(logits)
         ids = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
@@ -111,7 +91,7 @@ class Round:
             draft_ids: [R, K].
             verify_lens: [R] admitted draft tokens.
         """
-        logits = self._penalise_target(logits, draft_ids, verify_lens)
+        logits = self._adjust_target(logits, draft_ids, verify_lens)
         if len(self.greedy) == len(logits):  # one row each, all greedy: nothing to compare
             return Verified(torch.zeros(len(logits), dtype=torch.int64, device=self.device), greedy_choices(logits))
         kinds = [
@@ -169,23 +149,22 @@ class Round:
             self.noise.append(gumbel(self.coupled_keys.unsqueeze(-1), int(Purpose.NOISE), position, tokens))
         return self.noise[slot]
 
-    def _penalise_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
-        if not self.penalties:
+    def _adjust_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
+        if not self.adjustments:
             return logits
         logits = logits.clone()
-        for i, penalty in self.penalties.items():
-            logits[i] = penalty.apply(logits[i : i + 1], draft_ids[i], first=draft_ids.shape[1])[0]
+        for i, adjust in self.adjustments.items():
+            adjust.apply_(logits[i : i + 1], draft_ids[i], first=draft_ids.shape[1])
         return logits
 
-    def _penalise_target(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Tensor:
+    def _adjust_target(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Tensor:
         """Each row sees the tokens before it, earlier slots of its own block included."""
-        if not self.penalties:
+        if not self.adjustments:
             return logits
         logits = logits.clone()
-        for i, penalty in self.penalties.items():
+        for i, adjust in self.adjustments.items():
             start = sum(verify_lens[:i]) + i
-            rows = slice(start, start + verify_lens[i] + 1)
-            logits[rows] = penalty.apply(logits[rows], draft_ids[i, : verify_lens[i]])
+            adjust.apply_(logits[start : start + verify_lens[i] + 1], draft_ids[i, : verify_lens[i]])
         return logits
 
 
@@ -215,37 +194,3 @@ class Rows:
     @property
     def slot(self) -> Tensor:
         return self._of_rows[:, 1]
-
-
-class Penalties:
-    """Presence, frequency and repetition penalties of one request in one round.
-
-    Args:
-        source: its parameters and tokens so far.
-        device: of the logits.
-    """
-
-    def __init__(self, source: RowSource, device: torch.device) -> None:
-        self.params = source.params
-        self.prompt = tensor_on(device, list(source.prompt_ids))
-        self.output = tensor_on(device, list(source.output_ids))
-        self._counts: tuple[Tensor, Tensor] | None = None
-
-    def apply(self, logits: Tensor, block_ids: Tensor, *, first: int = 0) -> Tensor:
-        """Penalised logits [n, V] of rows first, first + 1, ... of a block.
-
-        Args:
-            block_ids: tokens of the block; row j sees the first j of them, besides prompt and output.
-        """
-        vocab = logits.shape[-1]
-        if self._counts is None:
-            in_prompt = torch.bincount(self.prompt, minlength=vocab)[:vocab] > 0
-            self._counts = in_prompt, torch.bincount(self.output, minlength=vocab)[:vocab]
-        in_prompt, base = self._counts
-        counts = base.repeat(len(logits), 1)
-        for place, token in enumerate(block_ids.tolist()):
-            counts[max(place + 1 - first, 0) :, token] += 1
-        params, generated = self.params, counts > 0
-        repeated = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where(generated | in_prompt, repeated, logits)
-        return logits - params.frequency_penalty * counts - params.presence_penalty * generated

@@ -36,6 +36,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: taken off the logits of tokens generated before, once and per occurrence.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output; from
             0.01 to 100, so that logits stay finite.
+        logit_bias: (token id, what is added to its logit, from -100 to 100).
         seed: selects the coupled rule; the text then depends on the seed alone.
 
     Raises:
@@ -49,6 +50,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class SamplingParams:
         _expect("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2")
         repetition = 0.01 <= self.repetition_penalty <= 100
         _expect("repetition_penalty", self.repetition_penalty, repetition, "from 0.01 to 100")
+        for token_id, bias in self.logit_bias:
+            _expect("logit_bias", f"{bias} for token {token_id}", -100 <= bias <= 100, "numbers from -100 to 100")
         _expect("seed", self.seed, self.seed is None or 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
 
     @property

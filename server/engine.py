@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dspark_core.arrays import Floats
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.draft.drafter import DraftBlock, Drafter
+from dspark_core.grammar import GrammarCompiler
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
@@ -23,9 +23,9 @@ from server.deferred import Committed, DeferredContext, write_context
 from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back
 from server.limits import check_limits
-from server.logprobs import token_logprobs
-from server.outcomes import rounds_of, step_outcome
-from server.policy import LengthPolicy, Rounds, StepOutcome
+from server.logprobs import score_prompts, token_logprobs
+from server.outcomes import Drafted, rounds_of, step_outcome
+from server.policy import LengthPolicy, Rounds, StepOutcome, admit_step
 from server.request import Delta, Request, RequestParams
 from server.scheduler import RequestScheduler, Work
 
@@ -90,6 +90,7 @@ class Engine:
         self.reads_confidence = False  # for observers, where the policy does not
         self.origin: Origin | None = None  # what measurements of it are marked with, where that is known
         self.deferred = DeferredContext()
+        self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.vocab_size)
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
 
@@ -164,22 +165,24 @@ class Engine:
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round = self._round(drafting)
         prefill_tokens = sum(item.num_tokens for item in work if item.prefills)
-        draft_ids, verify_lens, confidence = self._draft(drafting, draft_round, prefill_tokens)
-        layout = lay_out(work, draft_ids, verify_lens, self.pool.page_size, self.target.device)
+        drafted = self._draft(drafting, draft_round, prefill_tokens)
+        layout = lay_out(work, drafted.ids, drafted.verify_lens, self.pool.page_size, self.target.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
-        parts = [output.logits.amax(-1).isfinite().long(), draft_ids.flatten()]
-        rows = sum(verify_lens) + len(verify_lens)
+        logits = output.logits[: layout.num_deciding]
+        parts = [output.logits.amax(-1).isfinite().long(), drafted.ids.flatten()]
+        rows = sum(drafted.verify_lens) + len(drafted.verify_lens)
         if draft_round:
-            parts += draft_round.verify(output.logits[:rows], draft_ids, verify_lens)
+            parts += draft_round.verify(logits[:rows], drafted.ids, drafted.verify_lens)
         if plain_round := self._round(plain):
-            nothing = draft_ids.new_empty(len(plain), 0)
-            parts.append(plain_round.verify(output.logits[rows:], nothing, [0] * len(plain)).next_ids)
+            nothing = drafted.ids.new_empty(len(plain), 0)
+            parts.append(plain_round.verify(logits[rows:], nothing, [0] * len(plain)).next_ids)
         finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
-        outcomes = self._deliver(work, verify_lens, finite, emitted, output.logits)
+        score_prompts(work, layout, output.logits[layout.num_deciding :])
+        outcomes = self._deliver(work, drafted, finite, emitted, logits)
         self._commit(work, layout, emitted, output.features)
         taken = step_outcome(work, layout, prefill_tokens, time.perf_counter() - started)
-        self._tell(rounds_of(drafting, verify_lens, confidence), taken)
+        self._tell(rounds_of(drafting, drafted), taken)
         return outcomes
 
     def _tell(self, rounds: Rounds | None, taken: StepOutcome) -> None:
@@ -193,12 +196,10 @@ class Engine:
     def _round(self, items: Sequence[Work]) -> Round | None:
         return Round([item.request.source() for item in items], self.target.device) if items else None
 
-    def _draft(
-        self, items: Sequence[Work], draft_round: Round | None, prefill_tokens: int
-    ) -> tuple[Tensor, list[int], Floats | None]:
-        """Proposals [R, K], how many of each request's are sent to the target, and confidence logits if wanted."""
+    def _draft(self, items: Sequence[Work], draft_round: Round | None, prefill_tokens: int) -> Drafted:
+        """Propose blocks, and decide how much of each is sent to the target."""
         if draft_round is None or self.drafter is None:
-            return torch.empty(0, 0, dtype=torch.int64, device=self.target.device), [], None
+            return Drafted(torch.empty(0, 0, dtype=torch.int64, device=self.target.device), [], None)
         places = [(item.request, item.request.table.kv_len) for item in items]
         write_context(self.drafter, [part for place in places for part in self.deferred.take(*place)])
         blocks = [
@@ -207,44 +208,45 @@ class Engine:
         ]
         drafts = self.drafter.draft(blocks, draft_round.choose)
         confidence = None
-        if drafts.confidence_logits is not None and (self.policy.reads_confidence or self.reads_confidence):
+        wanted = self.policy.reads_confidence or self.reads_confidence or any(i.request.params.detail for i in items)
+        if drafts.confidence_logits is not None and wanted:
             confidence = drafts.confidence_logits.cpu().double().numpy()
         requests, slots = [item.request for item in items], [item.num_slots for item in items]
-        lens = self.policy.admit(requests, slots, confidence, prefill_tokens)
-        return drafts.draft_ids, lens, confidence
+        lens = admit_step(self.policy, requests, slots, confidence, prefill_tokens)
+        return Drafted(drafts.draft_ids, lens, confidence)
 
     def _deliver(
-        self,
-        work: Sequence[Work],
-        verify_lens: list[int],
-        finite: list[int],
-        emitted: list[list[int]],
-        logits: Tensor,
+        self, work: Sequence[Work], drafted: Drafted, finite: list[int], emitted: list[list[int]], logits: Tensor
     ) -> list[Outcome]:
         """Give each deciding request its tokens; one whose scores are not finite ends with an error."""
         outcomes: list[Outcome] = []
         row = 0
         for index, tokens in enumerate(emitted):
-            item, verified = work[index], verify_lens[index] if index < len(verify_lens) else 0
+            item, verified = work[index], drafted.verified(index)
             rows = slice(row, row + verified + 1)
             row = rows.stop
             if not all(finite[rows]):
                 self.memory.forget(item.request.table)  # an earlier part of the prompt may be to blame
                 outcomes.append((item.request, self._fail(item.request, "the target's scores are not finite")))
                 continue
-            if delta := self._append(item, verified, tokens, logits[rows]):
+            accepted = self._append(item, verified, tokens, logits[rows])
+            if item.request.params.detail:
+                block = drafted.block(index, item, self.policy.calibration)
+                item.request.keep_detail(*block, verified, accepted)
+            if delta := item.request.take_delta():
                 outcomes.append((item.request, delta))
         return outcomes
 
-    def _append(self, item: Work, verified: int, tokens: list[int], logits: Tensor) -> Delta | None:
+    def _append(self, item: Work, verified: int, tokens: list[int], logits: Tensor) -> int:
+        """Returns how many drafts were delivered."""
         request = item.request
         request.rounds += 1
         taken = request.append(tokens, token_logprobs(logits, tokens, request.params.logprobs))
+        accepted = min(taken, len(tokens) - 1)
         if item.num_slots:
-            accepted = min(taken, len(tokens) - 1)
             decided = accepted if taken < len(tokens) else min(accepted + 1, verified)
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
-        return request.take_delta()
+        return accepted
 
     def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
         """Declare the rows of tokens that stand valid, and give their features to the draft."""

@@ -21,13 +21,18 @@ class Layout:
         batch: for the target. Rows of one request are its pending tokens, then the admitted drafts.
         starts: first row of each work item.
         slots: of all rows, as the batch has them.
-        logit_rows: [M] rows that decide something: from each deciding request's last pending token on.
+        logit_rows: [M] rows whose scores are wanted. First those that decide something, from each deciding request's
+            last pending token on; then those of prompts whose log-probabilities are asked for.
+        num_deciding: how many of them decide.
+        prompt_rows: work item and number of rows of each such prompt, in order.
     """
 
     batch: FlatBatch
     starts: list[int]
     slots: list[int]
     logit_rows: Tensor
+    num_deciding: int
+    prompt_rows: list[tuple[int, int]]
 
 
 def lay_out(
@@ -42,6 +47,8 @@ def lay_out(
     slots: list[int] = []
     segments: list[Segment] = []
     logit_rows: list[int] = []
+    scored: list[int] = []
+    prompt_rows: list[tuple[int, int]] = []
     drafted: list[tuple[int, int, int]] = []  # flat row, request, slot
     for index, item in enumerate(work):
         table = item.request.table
@@ -50,6 +57,9 @@ def lay_out(
         segments.append(Segment(start, end - start, table.kv_len, table.pages))
         if item.decides:
             logit_rows += range(start + item.num_tokens - 1, end)
+        if count := item.num_scored:
+            scored += range(start, start + count)
+            prompt_rows.append((index, count))
         drafted += [(start + item.num_tokens + slot, index, slot) for slot in range(num_drafts)]
         span = range(table.kv_len, table.kv_len + end - start)
         ids += [*item.request.tokens[table.kv_len : table.kv_len + item.num_tokens], *[0] * num_drafts]
@@ -60,7 +70,8 @@ def lay_out(
         rows, requests, block_slots = tensor_on(device, list(zip(*drafted, strict=True)))
         token_ids[rows] = draft_ids[requests, block_slots]
     starts = [segment.start for segment in segments]
-    return Layout(FlatBatch(token_ids, places, targets, segments), starts, slots, tensor_on(device, logit_rows))
+    wanted, batch = tensor_on(device, logit_rows + scored), FlatBatch(token_ids, places, targets, segments)
+    return Layout(batch, starts, slots, wanted, len(logit_rows), prompt_rows)
 
 
 def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[list[int], list[list[int]]]:

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from dspark_core.arrays import Floats
+from dspark_core.checkpoint.calibration import Calibration
 from server.layout import Layout
 from server.policy import Rounds, StepOutcome
 from server.scheduler import Work
 
 
-def rounds_of(drafting: Sequence[Work], verify_lens: Sequence[int], confidence: Floats | None) -> Rounds | None:
-    """The blocks of a step, once they are delivered; without those whose request failed, None if there is none left.
+@dataclass(frozen=True)
+class Drafted:
+    """The blocks of a step.
 
-    Args:
-        confidence: [R, k] logits of the requests that drafted, if somebody reads them.
+    Attributes:
+        ids: [R, K] proposals, on the device.
+        verify_lens: [R] how many of each block are sent to the target.
+        confidence: [R, k] logits, if somebody reads them.
     """
+
+    ids: Tensor
+    verify_lens: Sequence[int]
+    confidence: Floats | None
+
+    def verified(self, index: int) -> int:
+        """Of a step's work item: those that draft come first."""
+        return self.verify_lens[index] if index < len(self.verify_lens) else 0
+
+    def block(
+        self, index: int, item: Work, calibration: Calibration | None
+    ) -> tuple[list[int], list[float | None] | None]:
+        """Proposals of a work item and the confidence in each, as calibrated, where there is a head that has any."""
+        if not item.num_slots:
+            return [], None
+        ids: list[int] = self.ids[index, : item.num_slots].tolist()
+        if self.confidence is None:
+            return ids, None
+        logits = self.confidence[index : index + 1, : item.num_slots]
+        scale = calibration or Calibration.raw(item.num_slots)
+        found: list[float] = scale.confidence([item.request.params.sampling.regime], logits)[0].tolist()
+        return ids, [None if math.isnan(value) else value for value in found]  # a head may compute anything
+
+
+def rounds_of(drafting: Sequence[Work], drafted: Drafted) -> Rounds | None:
+    """The blocks of a step, once they are delivered; without those whose request failed, None if there is none left."""
     told = [row for row, item in enumerate(drafting) if not item.request.error]
     if not told:
         return None
     outcomes = np.array([drafting[row].request.decided_and_accepted[-1] for row in told])
     return Rounds(
         requests=[drafting[row].request for row in told],
-        logits=None if confidence is None else confidence[told],
+        logits=None if drafted.confidence is None else drafted.confidence[told],
         drafted=np.array([drafting[row].num_slots for row in told]),
-        verified=np.array([verify_lens[row] for row in told]),
+        verified=np.array([drafted.verify_lens[row] for row in told]),
         decided=outcomes[:, 0],
         accepted=outcomes[:, 1],
     )

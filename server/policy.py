@@ -67,9 +67,11 @@ class LengthPolicy:
 
     Attributes:
         reads_confidence: whether `admit` and `observe` want confidence logits.
+        calibration: by which it understands them, if it does.
     """
 
     reads_confidence = False
+    calibration: Calibration | None = None
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         """Draft slots of requests that decode in this step, at most `limits` (0: does not speculate).
@@ -113,10 +115,36 @@ class Threshold(LengthPolicy):
     reads_confidence = True
 
     def __init__(self, threshold: float, calibration: Calibration) -> None:
-        self.threshold, self.calibration = threshold, calibration
+        self.threshold = threshold
+        self.calibration: Calibration = calibration
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
     ) -> list[int]:
         assert logits is not None
         return admit_above(self.calibration.survival(regimes_of(requests), logits), slots, self.threshold)
+
+
+def plan_step(
+    policy: LengthPolicy, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int
+) -> list[int]:
+    """Draft slots by the policy, but whole blocks for requests whose clients asked for them."""
+    whole = [limit if request.params.whole_blocks else 0 for request, limit in zip(requests, limits, strict=True)]
+    free = [0 if fixed else limit for fixed, limit in zip(whole, limits, strict=True)]
+    slots = policy.plan(requests, free, prefill_tokens + sum(whole))
+    return [fixed or length for fixed, length in zip(whole, slots, strict=True)]
+
+
+def admit_step(
+    policy: LengthPolicy, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+) -> list[int]:
+    """Verify lengths by the policy, but all of the whole blocks that `plan_step` gave."""
+    lens = list(slots)
+    free = [row for row, request in enumerate(requests) if not request.params.whole_blocks]
+    if free:
+        fixed = sum(slots) - sum(slots[row] for row in free)
+        own = None if logits is None else logits[free]
+        found = policy.admit([requests[r] for r in free], [slots[r] for r in free], own, prefill_tokens + fixed)
+        for row, length in zip(free, found, strict=True):
+            lens[row] = length
+    return lens

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from dspark_core.sampler import RowSource
+from dspark_core.adjustments import RowSource
+from dspark_core.grammar import Grammar
 from dspark_core.sampling import SamplingParams
+from server.detail import RoundDetail, TokenText
 from server.kv import PageTable
+from server.stops import StopStrings
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -28,21 +31,31 @@ class RequestParams:
 
     Attributes:
         max_tokens: tokens to generate at most; None is the rest of the context.
+        min_tokens: tokens before which neither an end-of-text token nor a stop string ends the text.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: ids that end the text like an end-of-text token.
         ignore_eos: go on past end-of-text tokens (not past `stop_token_ids`).
         logprobs: how many alternatives to report beside each token, or None.
+        prompt_logprobs: the same for the tokens of the prompt, which is then computed as a whole.
+        grammar: what the text must conform to.
+        detail: report what became of each round's draft.
         speculative: False decodes this request plainly.
+        whole_blocks: draft and verify whole blocks for it, whatever pays.
         choice_index: which of the n choices of one call this is.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    detail: bool = False
     speculative: bool = True
+    whole_blocks: bool = False
     choice_index: int = 0
 
 
@@ -81,6 +94,7 @@ class Delta:
     error: str | None
     completion_tokens: int
     speculation: Speculation
+    rounds: list[RoundDetail] | None = None
 
     @property
     def last(self) -> bool:
@@ -109,6 +123,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None  # when it first left the queue, on the same clock
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -116,6 +131,10 @@ class Request:
         self._text_to_send = ""
         self._ids_to_send: list[int] = []
         self._logprobs_to_send: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the second token and on; whole when decoding begins
+        self.constraint = self.params.grammar.start() if self.params.grammar else None
+        self._texts: list[TokenText] = []  # of this round, where details are wanted
+        self._rounds_to_send: list[RoundDetail] = []
 
     @property
     def pending(self) -> int:
@@ -136,14 +155,18 @@ class Request:
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> int:
         """Take over a round's tokens up to the first event that ends the text; returns how many were taken."""
-        for taken, token in enumerate(token_ids, 1):
+        for taken, token in enumerate(token_ids):
+            if self.constraint and self.constraint.error:  # nobody knows whether the token may stand
+                self.error = f"the grammar cannot be followed: {self.constraint.error}"
+                return taken
             self.tokens.append(token)
             self._ids_to_send.append(token)
             if logprobs is not None:
-                self._logprobs_to_send.append(logprobs[taken - 1])
+                self._logprobs_to_send.append(logprobs[taken])
             self._text_to_send += self._advance(token)
+            self._follow(token)
             if self.finished:
-                return taken
+                return taken + 1
         return len(token_ids)
 
     def count_round(self, *, drafted: int, verified: int, accepted: int, decided: int) -> None:
@@ -161,21 +184,57 @@ class Request:
         """Text that one more token makes final; sets finish_reason when it ends the request."""
         if token in self.stop_ids:
             self.finish_reason = "stop"
-            return self._stops.feed(self.detokenizer.flush()) + self._stops.rest()
-        text = self._stops.feed(self.detokenizer.step(token))
+            return self._feed(token, self.detokenizer.flush()) + self._stops.rest()
+        text = self._feed(token, self.detokenizer.step(token))
         if self._stops.found:
             self.finish_reason = "stop"
         elif self.num_generated >= self.max_tokens:
-            self.finish_reason = "length"
-            text += self._stops.feed(self.detokenizer.flush())
-            if self._stops.found:
-                self.finish_reason = "stop"
-            text += self._stops.rest()
+            text += self._end("length")
         return text
+
+    def _feed(self, token: int, text: str) -> str:
+        """The text of a token, as far as it is final."""
+        if self.params.detail:
+            self._texts.append(TokenText(token, text))
+        return self._look_for_stops(text)
+
+    def _look_for_stops(self, text: str) -> str:
+        """Text that is final; a stop string ends it only where there are enough tokens."""
+        return self._stops.feed(text, may_end=self.num_generated > self.params.min_tokens)
+
+    def _end(self, reason: FinishReason) -> str:
+        """End here, for another reason than the text itself; returns what was held back."""
+        self.finish_reason = reason
+        left = self.detokenizer.flush()
+        if self._texts:  # of the last token: bytes that became no character
+            self._texts[-1] = TokenText(self._texts[-1].token_id, self._texts[-1].text + left)
+        text = self._look_for_stops(left)
+        if self._stops.found:
+            self.finish_reason = "stop"
+        return text + self._stops.rest()
+
+    def _follow(self, token: int) -> None:
+        """Keep the grammar in step with the text, and end the text where the grammar ends."""
+        if self.constraint is None or self.finish_reason == "stop":
+            return
+        self.constraint.advance(token)
+        if self.constraint.finished:
+            if self.finish_reason is None:
+                self._text_to_send += self._end("stop")
+            self.finish_reason = "stop"
+
+    def keep_detail(
+        self, draft_ids: Sequence[int], confidence: Sequence[float | None] | None, verified: int, accepted: int
+    ) -> None:
+        """Remember what became of the round that was just appended, for the client."""
+        detail = RoundDetail(draft_ids, confidence, verified, accepted, self._texts)
+        self._texts = []
+        self._rounds_to_send.append(detail)
 
     def source(self) -> RowSource:
         """What sampling needs to know for the next round; the tokens so far only where penalties look at them."""
         sampling = self.params.sampling
+        ends = self.constraint.end_ids if self.constraint else frozenset()  # whatever ignore_eos says
         return RowSource(
             params=sampling,
             key=self.key,
@@ -183,6 +242,9 @@ class Request:
             position=len(self.tokens),
             prompt_ids=self.prompt_ids if sampling.penalised else (),
             output_ids=self.output_ids if sampling.penalised else (),
+            banned_ids=sorted(self.stop_ids | ends) if self.params.min_tokens else (),
+            banned_slots=self.params.min_tokens - self.num_generated,
+            constraint=self.constraint,
         )
 
     def abort(self) -> Delta:
@@ -208,42 +270,8 @@ class Request:
             error=self.error,
             completion_tokens=self.num_generated,
             speculation=self.speculation,
+            rounds=self._rounds_to_send if self.params.detail else None,
         )
+        self._rounds_to_send = []
         self._text_to_send, self._ids_to_send, self._logprobs_to_send = "", [], []
         return delta
-
-
-class StopStrings:
-    """Finds the earliest stop string in a growing text, and holds back what could still become one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.found = stops, "", False
-
-    def feed(self, text: str) -> str:
-        """Text that is now final. After a stop was found nothing more comes."""
-        if self.found or not text:
-            return ""
-        if not self.stops:
-            return text
-        self.held += text
-        matches = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
-        if matches:
-            # The one complete first, whatever pieces the text came in.
-            self.found = True
-            final, self.held = self.held[: min(matches)[1]], ""
-            return final
-        keep = max(self._overlap(stop) for stop in self.stops)
-        final, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return final
-
-    def rest(self) -> str:
-        """What was held back, once no more text can come."""
-        rest, self.held = ("" if self.found else self.held), ""
-        return rest
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        for size in range(min(len(stop) - 1, len(self.held)), 0, -1):
-            if stop.startswith(self.held[-size:]):
-                return size
-        return 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from server.kv import KVMemory
-from server.policy import LengthPolicy
+from server.policy import LengthPolicy, plan_step
 from server.prefix_cache import Content
 from server.request import Request
 
 # A prefill chunk never gets smaller than this, however many requests decode beside it.
 MIN_CHUNK = 32
+# Rows of a prompt that are scored in one pass: each holds a number for every token of the vocabulary.
+MAX_SCORED = 256
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,28 @@ class Work:
         """Whether its tokens are of a prompt, or of a text that is computed again."""
         return self.num_tokens > 1 or not self.decides
 
+    @property
+    def num_scored(self) -> int:
+        """Rows, from its first on, that score a token of the prompt for a client who asked."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.num_tokens, len(self.request.prompt_ids) - 1 - self.request.table.kv_len))
+
 
 class RequestScheduler:
     """First come, first served. Decoding requests run in every step; prompts share what the budget leaves.
+
+    A prompt that does not fit into a step leaves a quarter of its room to those behind it.
 
     Args:
         memory: pages to reserve from.
         draft_len: K, or 0 without a draft.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of a step, as far as prompts are concerned.
+
+    Attributes:
+        num_preemptions: requests sent back to the queue, in all.
+        prefix_queries, prefix_hits: tokens of admitted requests that were looked for in the prefix cache, and found.
     """
 
     def __init__(self, memory: KVMemory, *, draft_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -48,6 +64,7 @@ class RequestScheduler:
         self.policy = LengthPolicy()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -65,7 +82,7 @@ class RequestScheduler:
         waiting_before = len(self.waiting)
         decoding = [request for request in self.running if request.pending == 1]
         limits = [self.num_slots(request) for request in decoding]
-        slots = self.policy.plan(decoding, limits, self._prefill_tokens(len(decoding))) if decoding else []
+        slots = plan_step(self.policy, decoding, limits, self._prefill_tokens(len(decoding))) if decoding else []
         pairs = zip(decoding, slots, strict=True)
         work = [item for request, num_slots in pairs if (item := self._decode(request, num_slots))]
         preempted = len(self.waiting) > waiting_before
@@ -82,6 +99,9 @@ class RequestScheduler:
             if item := self._chunk(request, budget, started):
                 work.append(item)
                 budget -= item.num_tokens
+        if budget > 0:
+            self._fill(work, budget)
+        self.prefix_hits = self.memory.shared_tokens  # in between it also goes down: what was found in vain
         return work
 
     def _prefill_tokens(self, decoding: int) -> int:
@@ -100,14 +120,32 @@ class RequestScheduler:
             started: pages that this step's prompts are filling; joined by this one's.
         """
         keeps = self.keeps_context(request)
-        self.memory.share(request.table, request.tokens, draft_context=keeps)
-        if self.memory.cache:
+        if self.reads_cache(request):
+            self.memory.share(request.table, request.tokens, draft_context=keeps)
             if self.memory.wanted(request.table, request.tokens, draft_context=keeps) in started:
                 return None  # in the next step it is there
             if page := self.memory.next_page(request.table, request.tokens, draft_context=keeps):
                 started.add(page)
+        if request.pending > budget >= MIN_CHUNK:
+            budget -= budget // 4  # for those behind it: a short prompt does not wait until a long one is through
+        return self._part(request, budget)
+
+    def _part(self, request: Request, budget: int) -> Work:
         size = min(request.pending, budget)
+        if request.params.prompt_logprobs is not None:
+            size = min(size, MAX_SCORED)
         return Work(request, size, 0, decides=size == request.pending)
+
+    def _fill(self, work: list[Work], budget: int) -> None:
+        """Give room that nobody behind it needed back to the first prompt that left some."""
+        for place, item in enumerate(work):
+            if not item.decides:
+                work[place] = self._part(item.request, item.num_tokens + budget)
+                return
+
+    def reads_cache(self, request: Request) -> bool:
+        """Whether pages of others serve this request: not where every token of its prompt is to be scored."""
+        return self.memory.cache is not None and request.params.prompt_logprobs is None
 
     def keeps_context(self, request: Request) -> bool:
         """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
@@ -137,12 +175,15 @@ class RequestScheduler:
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
         request = self.waiting[0]
-        self.memory.share(request.table, request.tokens, draft_context=self.keeps_context(request))
+        if self.reads_cache(request):
+            self.memory.share(request.table, request.tokens, draft_context=self.keeps_context(request))
         if not self.memory.reserve(request.table, len(request.tokens) + self.num_slots(request)):
             self.memory.shared_tokens -= request.table.kv_len  # found in vain
             self.memory.release(request.table)
             return False
         self.running.append(self.waiting.popleft())
+        request.admitted = request.admitted or time.monotonic()
+        self.prefix_queries += len(request.tokens) if self.reads_cache(request) else 0
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -150,3 +191,4 @@ class RequestScheduler:
         self.memory.release(request.table)
         self.running.remove(request)
         self.waiting.appendleft(request)
+        self.num_preemptions += 1

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -83,6 +83,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
         )
+        self._environment = environment
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -91,24 +92,38 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise CheckpointError(f"{path}: chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: list[Message], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template knows what to do with tools."""
+        return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Message] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt text of `messages`.
 
         Args:
             messages: as `normalise_messages` returns them.
+            tools: functions that may be called, in OpenAI's notation.
             add_generation_prompt: end with the opening of the assistant's answer.
+            variables: more of them, which only this model's template knows.
 
         Raises:
             RequestError: the template refuses the messages or fails on them.
         """
-        variables = {
+        known = {
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return self._template.render({**(variables or {}), **known})
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         except Exception as error:  # a template is a program: messages it did not foresee can break it anyhow

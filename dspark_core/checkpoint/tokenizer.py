@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Tokenizer:
         vocab_size: number of ids the tokenizer knows, the largest id + 1.
         eos_token_ids: what tokenizer_config.json and special_tokens_map.json name as end of text.
         chat_template: source of the chat template, or None.
+        special_ids: ids of control tokens, which are no text.
+        exact_bytes: whether the joined bytes of tokens are their text.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Tokenizer:
         self.chat_template = template.source if template else None
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        self._special_ids = frozenset(special.values())
+        self.special_ids = frozenset(special.values())
         self._control = ControlTokens(backend, special)
         self._token_bytes = TokenBytes.of(backend)
+        self.exact_bytes = self._token_bytes.exact
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -83,25 +86,41 @@ class Tokenizer:
         # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds.
         return list(self._backend.encode_batch([text])[0].ids)
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a piece of text, with nothing around it."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the ids of a conversation in the model's chat format.
 
         Args:
+            tools: functions that may be called, in OpenAI's notation.
             add_generation_prompt: end with the opening of the next answer.
+            variables: more variables of this model's template.
 
         Raises:
             RequestError: there is no chat template, the messages are malformed, or the template refuses them.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt, not messages", "messages")
-        hidden_messages, hidden = self._control.hide(self._template.normalise_messages(messages))
-        rendered = self._template.render(hidden_messages, add_generation_prompt=add_generation_prompt)
+        if tools and not self._template.takes_tools:
+            raise RequestError("tools: this model's chat template knows none", "tools")
+        spoken = {"messages": self._template.normalise_messages(messages), "tools": tools, "variables": variables}
+        shown, hidden = self._control.hide(spoken)
+        rendered = self._template.render(**shown, add_generation_prompt=add_generation_prompt)
         _check_unicode(rendered, "messages")
         return self._control.encode(rendered, hidden)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens. Invalid UTF-8 becomes U+FFFD."""
-        if not self._token_bytes.exact:
+        if not self.exact_bytes:
             return self._backend.decode(list(ids), skip_special_tokens=True)
         detokenizer = self.detokenizer()
         return "".join([*map(detokenizer.step, ids), detokenizer.flush()])
@@ -112,8 +131,8 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer, for one request."""
-        if self._token_bytes.exact:
-            return ByteDetokenizer(self._token_bytes, self._special_ids)
+        if self.exact_bytes:
+            return ByteDetokenizer(self._token_bytes, self.special_ids)
         return StreamDetokenizer(self._backend)
 
 

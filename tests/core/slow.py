@@ -11,7 +11,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dspark_core.sampler import Round, RowSource
+from dspark_core.adjustments import RowSource
+from dspark_core.sampler import Round
 from dspark_core.sampling import SamplingParams
 
 START = 0  # the prompt of the tabular world is this one token

@@ -46,6 +46,7 @@ def _changed(folder: Path, changes: dict[str, Any]) -> Path:
     ],
 )
 def test_target_keys(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    """Case R8."""
     with pytest.raises(CheckpointError, match=expected) as error:
         read_target_config(target(tmp_path, **changes))
     assert "config.json" in str(error.value)
@@ -64,6 +65,7 @@ def test_target_keys(tmp_path: Path, changes: dict[str, Any], expected: str) -> 
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'.*expected one of vanilla, gated, rnn"),
         ({"markov_rank": 0, "confidence_head_with_markov": True}, "markov_rank is 0"),
         ({"block_size": 0}, "key 'block_size' is 0, expected at least 1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true, expected false"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"speculators_model_type": "dspark"}, "speculators"),
         ({"dflash_config": {}}, "SpecForge"),
@@ -72,6 +74,7 @@ def test_target_keys(tmp_path: Path, changes: dict[str, Any], expected: str) -> 
     ],
 )
 def test_draft_keys(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    """Cases I10, R5, R6 and R7."""
     with pytest.raises(CheckpointError, match=expected):
         read_draft_config(draft(tmp_path, **changes))
 
@@ -96,6 +99,7 @@ def test_end_of_text_ids_of_both_files_are_joined(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_caps_the_context(tmp_path: Path) -> None:
+    """Case I10."""
     folder = _changed(tiny_target_folder(tmp_path, "mistral"), {"sliding_window": 64})
     assert read_target_config(folder).context_limit == 64
     unused = _changed(tiny_target_folder(tmp_path, "qwen2", name="unused"), {"sliding_window": 64})

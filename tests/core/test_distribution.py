@@ -60,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_three_tokens_are_distributed_as_the_target_says(settings: str, rule: str) -> None:
+    """Cases B1, B4 and B6."""
     params = SamplingParams(**SETTINGS[settings], **RULES[rule])
     target, draft = table(1), table(2)
     played = sample(target, draft, params, draft_len=2)

@@ -86,6 +86,7 @@ def gradients(total: Tensor, leaves: dict[str, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("loss", WEIGHTINGS, ids=lambda loss: f"{loss.ce}-{loss.tv}-{loss.confidence}")
 @pytest.mark.parametrize(("head", "confidence"), [(True, True), (False, True), (True, False), (False, False)])
 def test_chunks_equal_the_losses_written_out(loss: LossWeights, head: bool, confidence: bool) -> None:
+    """Case W10: also without a confidence head, and where terms count for nothing."""
     leaves = random_leaves(head=head, confidence=confidence)
     inputs = make_inputs(leaves)
     expected, terms = written_out(inputs, loss)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_core.randomness import Purpose, derive_key, gumbel, uniform
-from dspark_core.sampler import Penalties, Round, RowSource
-from dspark_core.sampling import SamplingParams
+from dspark_core.adjustments import Penalties, RowSource
+from dspark_core.randomness import Purpose, derive_key, gumbel, round_uniform, uniform
+from dspark_core.sampler import Round
+from dspark_core.sampling import Filters, SamplingParams, draw, probabilities
 from tests.core.slow import CPU, START, play, slow_penalties
 
 VOCAB = 30
@@ -104,6 +105,19 @@ def test_ratio_draws_are_fresh_in_every_round_and_slot() -> None:
     assert chosen(replace(source, position=99)) == first, "the position plays no part"
     others = [chosen(replace(source, round=5)), chosen(replace(source, key=derive_key("y")))]
     assert len({*first, *others[0], *others[1]}) == 9
+
+
+def test_a_draft_is_drawn_from_the_numbers_that_it_is_judged_by() -> None:
+    """Case B2: also where its logits are of 16 bits, with values close to each other."""
+    rows = 200
+    logits = (1 + 0.01 * torch.randn(rows, VOCAB)).to(torch.bfloat16)
+    this = Round([RowSource(SamplingParams(), derive_key(row), 3, 9) for row in range(rows)], CPU)
+    ids = this.choose(0, logits, torch.empty(rows, 0, dtype=torch.int64))
+    (judged,) = this.draft_probs
+    assert judged.dtype == torch.float32
+    filters = Filters.of([SamplingParams()] * rows, CPU)
+    assert torch.equal(judged, probabilities(logits.float(), filters))
+    assert torch.equal(ids, draw(judged, round_uniform(this.ratio_keys, this.ratio_rounds, Purpose.DRAFT, 1)[:, 0]))
 
 
 def test_coupled_noise_belongs_to_the_position() -> None:

@@ -181,6 +181,7 @@ def test_draws_follow_the_weights() -> None:
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, values: list[float]) -> None:
+    """Case B10."""
     for value in values:
         with pytest.raises(RequestError, match=field) as caught:
             SamplingParams(**{field: value})  # type: ignore[arg-type]

@@ -137,6 +137,7 @@ def test_verify_lengths_are_the_best_of_all_where_the_rate_rises_and_then_falls(
 
 
 def test_equal_survival_is_admitted_in_order() -> None:
+    """Case V7."""
     ones = np.ones((3, 4))
     seconds = np.array([1.0] * 6 + [50.0] * 7)
     assert choose_verify_lens(ones, [4, 4, 4], seconds) == [4, 1, 0]

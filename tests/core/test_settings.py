@@ -25,6 +25,14 @@ class Example(Settings):
     share: float = setting(0.5, "sizes", "share of it", ge=0, le=1)
     kind: Literal["big", "small"] = setting("big", "sizes", "kind of thing")
     compile: bool = setting(False, "sizes", "whether to compile")
+    key: tuple[str, ...] = setting((), "files", "passwords", repr=False)
+
+    @field_validator("key")
+    @classmethod
+    def _no_spaces(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(" " in key for key in value):
+            raise ValueError("found a key with a space, expected none")
+        return value
 
     @field_validator("steps")
     @classmethod
@@ -73,6 +81,7 @@ def test_flags_fill_the_fields() -> None:
         "share": 0.25,
         "kind": "small",
         "compile": True,
+        "key": (),
     }
 
 
@@ -84,6 +93,41 @@ def test_what_is_not_given_has_its_default() -> None:
 def test_a_list_may_come_as_a_list() -> None:
     """Files give lists, flags give text with commas; both end the same."""
     assert build(Example, {"output": "o", "layers": [3, 4]}) == parse("--output", "o", "--layers", "3,4")
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--compile"], True),
+        (["--compile", "--steps", "2"], True),
+        (["--compile=true"], True),
+        (["--compile", "false"], False),
+    ],
+)
+def test_the_flag_of_a_boolean_may_stand_alone(argv: list[str], value: bool) -> None:
+    assert parse("--output", "o", *argv).compile is value
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--key", "secret 1"],
+        ["--key", "secret,", "secret2"],
+        ["--keys=secret"],
+        ["--key", "ok", "--steps", "-1"],
+    ],
+)
+def test_a_secret_is_in_no_complaint(argv: list[str]) -> None:
+    assert "secret" not in complaint("--output", "o", *argv)
+
+
+def test_a_secret_of_another_kind_is_in_no_complaint_and_a_good_one_in_no_repr() -> None:
+    with pytest.raises(UsageError) as caught:
+        build(Example, {"output": "o", "key": [31337]}, {"key": "a.toml: key"})
+    assert str(caught.value) == "a.toml: key: found a value that is not shown, expected a valid string"
+    found = parse("--output", "o", "--key", "secret,other")
+    assert found.key == ("secret", "other")
+    assert "secret" not in f"{found} {found!r}"
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -109,7 +153,7 @@ def test_settings_cannot_be_changed() -> None:
         (["--output", "o", "--json-file", "f"], "unknown argument --json-file, expected "),
         (["--outputs", "o"], "unknown argument --outputs, expected --output"),
         (["--out", "o"], "unknown argument --out, expected --output"),
-        (["--qqqqq=1"], "unknown argument --qqqqq=1, expected one of --output --data --json --layers "),
+        (["--qqqqq=1"], "unknown argument --qqqqq, expected one of --output --data --json --layers "),
         (["word"], "unknown argument word, expected one of --output --data --json --layers "),
     ],
 )
@@ -150,10 +194,11 @@ def test_help_tells_every_field_its_kind_and_its_default(capsys: pytest.CaptureF
     text = " ".join(capsys.readouterr().out.split())
     for line in (
         "where things are: --output TEXT folder to write --data TEXT,... files to read",
-        "--json TEXT file of figures how large things are: --layers N,... 100 % of the layers (default: 1,2)",
+        "--json TEXT file of figures --key TEXT,... passwords how large things are:",
+        "--layers N,... 100 % of the layers (default: 1,2)",
         "--temperatures X,... temperatures (default: 0.0,0.5) --steps N steps to take --share X share of it",
         "--kind {big,small} kind of thing (default: big)",
-        "--compile {true,false} whether to compile (default: False)",
+        "--compile [{true,false}] whether to compile (default: false)",
     ):
         assert line in text, line
 

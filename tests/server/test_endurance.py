@@ -125,6 +125,7 @@ def resident_mb() -> float:
 
 
 def test_nothing_is_left_of_hundreds_of_requests() -> None:
+    """Cases P1 and H4."""
     load = Load()
     load.run(250)
     before = count_objects()

@@ -13,6 +13,7 @@ from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
 from dspark_core.sampling import SamplingParams
 from server.request import Request, RequestParams, Speculation
+from server.watch import Watch
 from tests.server.drafts import FakeDrafter, ScriptedDrafter
 from tests.server.engines import (
     GREEDY,
@@ -24,6 +25,7 @@ from tests.server.engines import (
     run_one,
     tiny_draft,
 )
+from tests.server.policies import Lengths
 
 COUNT = 24
 PROMPT = make_prompt(18)
@@ -54,10 +56,23 @@ def greedy(max_tokens: int = COUNT, **fields: Any) -> RequestParams:
 def test_counts_of_scripted_acceptance(
     draft_len: int, pattern: list[int], max_tokens: int, expected: Speculation
 ) -> None:
+    """Case T4."""
     engine = make_engine(ScriptedDrafter(draft_len, continuation, pattern))
     result = run_one(engine, PROMPT, greedy(max_tokens))
     assert result.last.speculation == expected
     assert result.last.speculation.acceptance_length == 1 + expected.accepted / max(expected.rounds, 1)
+
+
+def test_blocks_that_are_cut_short_are_counted_as_they_were() -> None:
+    """Cases T4 and T5: of 7 drafts 2 are verified; blocks near the end have fewer."""
+    engine = make_engine(ScriptedDrafter(7, continuation, [-1]))
+    engine.policy = Lengths(admit=lambda slots, _: [min(2, size) for size in slots])
+    watch = Watch(engine)
+    result = run_one(engine, PROMPT, greedy(13))
+    assert result.last.speculation == Speculation(rounds=4, drafted=7 + 7 + 5 + 2, verified=8, accepted=8)
+    counts = watch.counts
+    assert (counts.rounds, counts.drafted, counts.verified, counts.accepted) == (4, 21, 8, 8)
+    assert counts.accepted_at == [4, 4, 0, 0, 0, 0, 0]
 
 
 def test_totals_in_deltas_only_grow() -> None:
@@ -87,6 +102,7 @@ def test_without_anybody_who_drafts_the_draft_does_nothing() -> None:
 
 
 def test_acceptance_recovers_after_a_rejection() -> None:
+    """Case A6."""
     drafter = ScriptedDrafter(5, continuation, [-1, 0, -1, -1])
     result = run_one(make_engine(drafter), PROMPT, greedy(20))
     # 1 + (5 + 1) + (0 + 1) + (5 + 1) + (5 + 1) = 20
@@ -95,6 +111,7 @@ def test_acceptance_recovers_after_a_rejection() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.6, seed=1)], ids=["greedy", "coupled"])
 def test_acceptance_does_not_wear_out(sampling: SamplingParams) -> None:
+    """Case P7."""
     engine = make_engine(tiny_draft("vanilla", 3, agrees=True), num_tokens=256)
     prompt = make_prompt(180, seed=2)
     results = [run_one(engine, prompt, RequestParams(sampling, max_tokens=40)) for _ in range(5)]
@@ -128,7 +145,7 @@ class Recorder(Drafter):
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
 @pytest.mark.parametrize("length", [1, 8, 61, 200])
 def test_every_block_equals_one_drafted_after_a_fresh_prefill(head: str, length: int) -> None:
-    """Only the context of committed tokens outlives a round, at its true positions, whatever was rejected before."""
+    """Cases A6, A9 and A10: only context of committed tokens outlives a round, at its true positions."""
     prompt, model = make_prompt(length), tiny_draft(head, 4, agrees=head == "vanilla")
     recorder = Recorder(model)
     text = run_one(make_engine(recorder), prompt, greedy()).ids

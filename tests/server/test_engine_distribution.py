@@ -121,12 +121,14 @@ def p_values(texts: NDArray[np.int64], sampling: SamplingParams) -> list[float]:
     ids=["ratio", "coupled", "ratio-filtered", "ratio-penalised"],
 )
 def test_sampled_text_follows_the_target(sampling: SamplingParams) -> None:
+    """Cases B1, B4, B6 and B7."""
     texts = draw_texts(TableDrafter(DRAFT_LEN, tiny_target(V)), sampling)
     assert len({tuple(text) for text in texts}) > 20
     assert min(p_values(texts, sampling)) > P_VALUE
 
 
 def test_a_draft_that_lies_about_its_distribution_fails_the_same_test() -> None:
+    """Case B1."""
     texts = draw_texts(LyingDrafter(DRAFT_LEN, tiny_target(V)), RATIO, 1000)
     assert p_values(texts, RATIO)[0] < 1e-9
 

@@ -38,6 +38,7 @@ def break_target(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
 
 
 async def test_a_step_that_raises_fails_those_who_ran_in_it_alone() -> None:
+    """Case N1."""
     engine, broken = tiny(max_num_seqs=2), threading.Event()
     break_steps(engine, broken.is_set)
     async with running(engine) as served:

@@ -69,6 +69,7 @@ def test_plain_decoding_is_the_slow_reference(length: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft_len", range(1, 8))
 def test_alone(kind: str, draft_len: int) -> None:
+    """Cases A1 and A4."""
     engine = make_engine(make_draft(kind, draft_len))
     for length in (1, 17, 64, 200) if draft_len in (1, 7) else (1 + 5 * draft_len,):
         result = run_one(engine, make_prompt(length), PARAMS)
@@ -79,6 +80,7 @@ def test_alone(kind: str, draft_len: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("draft_len", "page_size", "seed"), [(7, 16, 0), (3, 64, 1)])
 def test_eight_at_once_with_random_arrivals(kind: str, draft_len: int, page_size: int, seed: int) -> None:
+    """Case A1."""
     engine = make_engine(make_draft(kind, draft_len), page_size=page_size, max_num_seqs=6)
     arrivals = [random.Random(seed).randrange(12) for _ in LENGTHS]
     params = [PLAIN if index % 4 == 3 else PARAMS for index in range(len(LENGTHS))]
@@ -90,6 +92,7 @@ def test_eight_at_once_with_random_arrivals(kind: str, draft_len: int, page_size
 @pytest.mark.parametrize("kind", ["scripted", "vanilla", "rnn"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_do_not_change_the_text(monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int) -> None:
+    """Cases A5, I9 and U3."""
     monkeypatch.setattr(scheduler, "MIN_CHUNK", 1)
     engine = make_engine(make_draft(kind, 5), max_num_batched_tokens=chunk, max_num_seqs=16, prefix_cache=False)
     for group in ([1, 2, 6, 7, 8, 14], [33]) if chunk == 1 else ([1, 6, 7, 8, 14, 63, 65], [64], [128]):
@@ -108,6 +111,7 @@ def note(in_memory: list[int], engine: Engine) -> None:
 @pytest.mark.parametrize("kind", ["oracle", "scripted", "adversary", "vanilla", "rnn"])
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_preemption_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch, kind: str, page_size: int) -> None:
+    """Case F6."""
     preempted: list[Request] = []
     preempt = scheduler.RequestScheduler._preempt
 
@@ -125,6 +129,7 @@ def test_preemption_does_not_change_the_text(monkeypatch: pytest.MonkeyPatch, ki
 
 
 def test_short_and_long_prompts_together_keep_their_positions() -> None:
+    """Case Q1."""
     engine = make_engine(tiny_draft("vanilla", 4, agrees=True))
     together = run(engine, [(make_prompt(length, seed=5), PARAMS) for length in (3, 90)])
     alone = [run_one(engine, make_prompt(length, seed=5), PARAMS) for length in (3, 90)]
@@ -134,7 +139,7 @@ def test_short_and_long_prompts_together_keep_their_positions() -> None:
 
 @pytest.mark.parametrize("draft_len", [4, 7])
 def test_rows_that_accept_different_counts_stay_aligned(draft_len: int) -> None:
-    """Scripted acceptance 0, 1, 3 and 7 side by side, with a row that does not draft and one near its limit."""
+    """Cases Q3 and Q4: scripted acceptance 0, 1, 3 and 7, beside a row that does not draft and one near its limit."""
     scripts = {10: 0, 20: 1, 30: 3, 40: 7}
 
     class PerRequest(ScriptedDrafter):

@@ -55,11 +55,13 @@ def continuation(request: Request) -> list[int]:
         ([5] * 60, {"max_tokens": 5}, "max_tokens", ["60", "5", "65", "64"]),
         ([5], {"max_tokens": 10**9}, "max_tokens", ["1000000000", "64"]),
         ([5], {"stop_token_ids": frozenset([3, 258])}, "stop_token_ids", ["258", "0 to 257"]),
+        ([5], {"sampling": SamplingParams(logit_bias=((258, 9.0),))}, "logit_bias", ["258", "0 to 257"]),
     ],
 )
 def test_a_bad_request_is_refused_by_name(
     prompt: list[int], fields: dict[str, Any], field: str, words: list[str]
 ) -> None:
+    """Cases F7, I1, I3 and R2."""
     engine = make_engine(tiny_draft("vanilla", 4), max_model_len=64)
     with pytest.raises(RequestError) as raised:
         engine.make_request(prompt, replace(RequestParams(GREEDY), **fields))
@@ -72,6 +74,7 @@ def test_a_bad_request_is_refused_by_name(
 @pytest.mark.parametrize("length", [40, 56, 60, 62, 63])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_the_context_ends_exactly(length: int, page_size: int) -> None:
+    """Cases F6 and I6."""
     prompt, room = make_prompt(length, seed=4), 64 - length
     for draft in (oracle(7, lambda _: expected(prompt, 63)), tiny_draft("vanilla", 7, agrees=True), None):
         engine = make_engine(draft, max_model_len=64, page_size=page_size, num_tokens=64)
@@ -82,11 +85,13 @@ def test_the_context_ends_exactly(length: int, page_size: int) -> None:
 
 
 def test_the_last_position_of_the_model_is_used() -> None:
+    """Case I7."""
     prompt = make_prompt(MAX_MODEL_LEN - 9)
-    engine = make_engine(oracle(7, lambda _: expected(prompt, 9)), num_tokens=MAX_MODEL_LEN)
-    result = run_one(engine, prompt, RequestParams(GREEDY))
-    assert result.ids == expected(prompt, 9)
-    assert result.last.speculation.accepted == 7
+    for draft in (oracle(7, lambda _: expected(prompt, 9)), tiny_draft("vanilla", 7, agrees=True)):
+        engine = make_engine(draft, num_tokens=MAX_MODEL_LEN)
+        result = run_one(engine, prompt, RequestParams(GREEDY))
+        assert result.ids == expected(prompt, 9)
+        assert result.last.speculation.drafted >= 7
 
 
 def test_memory_for_less_than_one_request_is_refused() -> None:
@@ -96,6 +101,7 @@ def test_memory_for_less_than_one_request_is_refused() -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_no_page_is_lost_over_many_requests(page_size: int) -> None:
+    """Case P1."""
     engine = make_engine(
         ScriptedDrafter(5, continuation, [0, 2, 5, 1]), page_size=page_size, num_tokens=512, max_num_seqs=8
     )
@@ -106,6 +112,7 @@ def test_no_page_is_lost_over_many_requests(page_size: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_aborts_at_random_moments_free_everything(seed: int) -> None:
+    """Cases H4 and H5."""
     dice = random.Random(seed)
     draft = tiny_draft("vanilla", 5, agrees=True) if seed % 2 else ScriptedDrafter(5, continuation, [0, 2, 5])
     engine = make_engine(draft, max_num_seqs=2, num_tokens=256, max_num_batched_tokens=32)
@@ -161,6 +168,7 @@ def check_only_the_victim_failed(results: list[Result], poison: int) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("speculative", [True, False])
 def test_scores_that_are_not_finite_end_one_request_only(value: float, speculative: bool) -> None:
+    """Case S3."""
     poison = poison_of(VICTIM, NEIGHBOURS)
     engine = make_engine(oracle(5, continuation))
     engine.target = Tampered(engine, poison, value)  # type: ignore[assignment]

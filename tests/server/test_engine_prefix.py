@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def same(first: Result, second: Result) -> bool:
 @pytest.mark.parametrize("kind", ["scripted", "vanilla", "rnn"])
 @pytest.mark.parametrize("params", [PARAMS, SEEDED], ids=["greedy", "seeded"])
 def test_acceptance_with_a_warm_cache_is_that_of_a_cold_one(kind: str, params: RequestParams) -> None:
+    """Case P4."""
     cold = run_one(make_engine(make_draft(kind), prefix_cache=False), LONG, params)
     engine = make_engine(make_draft(kind))
     first = run_one(engine, LONG, params)
@@ -96,12 +98,25 @@ def test_pages_of_a_plain_request_have_no_context_for_a_draft(kind: str) -> None
 
 
 def test_an_answer_is_cached_for_the_next_turn() -> None:
+    """Case P6."""
     engine = make_engine(make_draft("vanilla"))
     first = run_one(engine, LONG, PARAMS)
     conversation = [*LONG, *first.ids, *make_prompt(30, seed=9)]
     assert run_one(engine, conversation, PARAMS).ids == expected(conversation)
     # The last token emitted was not run through the target.
     assert engine.memory.shared_tokens == (len(LONG) + COUNT - 1) // PAGE * PAGE
+
+
+@pytest.mark.parametrize("kind", ["scripted", "vanilla"])
+def test_the_token_that_ended_an_answer_is_part_of_the_next_turn(kind: str) -> None:
+    """Case D9."""
+    engine = make_engine(make_draft(kind), eos=[expected(LONG)[12]])
+    first = run_one(engine, LONG, PARAMS)
+    assert (first.last.finish_reason, first.ids) == ("stop", expected(LONG)[: len(first.ids)])
+    conversation = [*LONG, *first.ids, *make_prompt(30, seed=9)]
+    cold = run_one(make_engine(make_draft(kind), prefix_cache=False), conversation, PARAMS)
+    assert same(run_one(engine, conversation, replace(PARAMS, ignore_eos=True)), cold)
+    assert engine.memory.shared_tokens == (len(LONG) + len(first.ids) - 1) // PAGE * PAGE
 
 
 @pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1, 6 * PAGE, 6 * PAGE + 1])
@@ -147,7 +162,7 @@ def test_a_conversation_that_differs_early_shares_nothing_after() -> None:
 @pytest.mark.parametrize("kind", ["scripted", "vanilla", "rnn"])
 @pytest.mark.parametrize("seed", range(3))
 def test_many_requests_in_little_memory_keep_their_texts(kind: str, seed: int) -> None:
-    """Sharing, eviction, preemption, aborts and plain requests together; the harness checks memory at every step."""
+    """Cases P2 and P3: all kinds of requests share, evict and preempt; the harness checks memory at every step."""
     draw = random.Random(seed)
     engine = make_engine(make_draft(kind), num_tokens=256, max_model_len=128, max_num_seqs=5, max_num_batched_tokens=48)
     stems = [make_prompt(length, seed=stem) for stem, length in enumerate((10, 33, 64, 80))]

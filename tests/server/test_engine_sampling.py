@@ -43,6 +43,7 @@ def plain_text(sampling: SamplingParams, prompt: Sequence[int] = PROMPT) -> list
 
 @RULES
 def test_a_seed_gives_one_text_whatever_the_draft(sampling: SamplingParams) -> None:
+    """Case C1."""
     expected = plain_text(sampling)
     assert len(set(expected)) > 4
     for draft_len in range(1, 8):
@@ -57,6 +58,7 @@ def test_a_seed_gives_one_text_whatever_the_draft(sampling: SamplingParams) -> N
 @RULES
 @pytest.mark.parametrize("server_seed", [1, None])
 def test_a_seed_gives_one_text_among_eight_others(sampling: SamplingParams, server_seed: int | None) -> None:
+    """Cases B11, C2 and C4."""
     expected = plain_text(sampling)
     others = [GREEDY, SamplingParams(temperature=0.1), SamplingParams(seed=8), SamplingParams(top_k=3, seed=7)]
     jobs = [(make_prompt(5 + 9 * i, seed=i), params(others[i % 4])) for i in range(8)]
@@ -106,6 +108,7 @@ def test_coupling_lets_a_draft_guess_sampled_tokens() -> None:
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_choices_differ_and_a_seeded_set_reproduces(seed: int | None) -> None:
+    """Case C6."""
     sampling = SamplingParams(temperature=1.2, seed=seed)
     jobs = [(PROMPT, params(sampling, choice_index=index)) for index in range(8)]
     engine = make_engine(tiny_draft("vanilla", 3, agrees=True))
@@ -116,6 +119,8 @@ def test_choices_differ_and_a_seeded_set_reproduces(seed: int | None) -> None:
 
 
 def test_unseeded_requests_differ_and_the_server_seed_reproduces_them() -> None:
+    """Case C5."""
+
     def texts(server_seed: int | None) -> list[list[int]]:
         engine = make_engine(tiny_draft("vanilla", 3, agrees=True), seed=server_seed)
         return [run_one(engine, PROMPT, params(SamplingParams())).ids for _ in range(8)]
@@ -142,6 +147,7 @@ def test_unseeded_requests_differ_and_the_server_seed_reproduces_them() -> None:
 )
 @pytest.mark.parametrize("seed", [None, 7])
 def test_extreme_filters_leave_the_most_likely_token(extreme: dict[str, float], seed: int | None) -> None:
+    """Case B10."""
     sampling = SamplingParams(**extreme, seed=seed)  # type: ignore[arg-type]
     expected = reference_greedy(tuple(PROMPT), COUNT)
     for draft in (None, tiny_draft("vanilla", 4, agrees=True), ScriptedDrafter(4, lambda _: expected, [1, 0, 4])):
@@ -165,6 +171,7 @@ def test_a_top_k_that_keeps_everything_changes_nothing(top_k: int) -> None:
     ids=str,
 )
 def test_penalties_act_at_every_slot_as_in_plain_decoding(penalty: dict[str, float]) -> None:
+    """Case B8."""
     sampling = SamplingParams(temperature=0, **penalty)  # type: ignore[arg-type]
     # A prompt whose text repeats itself, so that the penalty changes it.
     pairs = ((p, slow_penalised(p, sampling)) for p in (make_prompt(21, seed=seed) for seed in range(20)))
@@ -195,6 +202,7 @@ def slow_penalised(prompt: Sequence[int], sampling: SamplingParams) -> list[int]
 @pytest.mark.parametrize("draft_len", range(1, 8))
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, SamplingParams(temperature=0.7)], ids=["greedy", "seed", "free"])
 def test_logprobs_are_the_targets_own(draft_len: int, sampling: SamplingParams) -> None:
+    """Cases J1 and J2."""
     own = params(sampling, logprobs=3)
     drafted = run_one(make_engine(tiny_draft("vanilla", draft_len, agrees=True)), PROMPT, own)
     assert [entry.token_id for entry in drafted.logprobs] == drafted.ids

@@ -76,6 +76,7 @@ def spent(emitted: int, drafted_for: int = COUNT) -> Speculation:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", ["eos", "stop_token_ids"])
 def test_an_end_token_at_every_slot(pattern: list[int], place: int, how: str) -> None:
+    """Cases E1 and F2."""
     token = ids()[place]
     end = first_place(token) + 1
     if how == "eos":
@@ -95,6 +96,7 @@ def test_an_end_token_at_every_slot(pattern: list[int], place: int, how: str) ->
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_stop_string_at_every_slot(pattern: list[int], place: int, size: int) -> None:
+    """Cases D1 and F2."""
     stop = text()[place : place + size]
     start = text().index(stop)
     result = run_one(engine_with(pattern), prompt(), replace(PARAMS, stop=("never", stop)))
@@ -109,6 +111,7 @@ def test_a_stop_string_at_every_slot(pattern: list[int], place: int, size: int) 
 @pytest.mark.parametrize("pattern", [[-1], [0], [2]], ids=["oracle", "adversary", "scripted"])
 @pytest.mark.parametrize("max_tokens", range(1, K + 4))
 def test_max_tokens_is_exact(pattern: list[int], max_tokens: int) -> None:
+    """Cases F1 and F2."""
     result = run_one(engine_with(pattern), prompt(), replace(PARAMS, max_tokens=max_tokens))
     assert result.ids == ids()[:max_tokens]
     assert result.text == text()[:max_tokens]
@@ -118,6 +121,7 @@ def test_max_tokens_is_exact(pattern: list[int], max_tokens: int) -> None:
 
 
 def test_the_earliest_event_wins() -> None:
+    """Case D2."""
     stop = text()[2:4]  # complete with token 4
     early = run_one(engine_with([-1]), prompt(), replace(PARAMS, stop=(stop,), max_tokens=6))
     assert (len(early.ids), early.text, early.last.finish_reason) == (4, text()[:2], "stop")
@@ -129,6 +133,7 @@ def test_the_earliest_event_wins() -> None:
 
 @pytest.mark.parametrize("place", [2, K, K + 1])
 def test_an_end_token_on_the_last_allowed_place_is_a_stop(place: int) -> None:
+    """Case F5."""
     params = replace(PARAMS, max_tokens=first_place(ids()[place]) + 1)
     result = run_one(engine_with([-1], eos=[ids()[place]]), prompt(), params)
     assert (len(result.ids), result.last.finish_reason) == (params.max_tokens, "stop")
@@ -137,6 +142,7 @@ def test_an_end_token_on_the_last_allowed_place_is_a_stop(place: int) -> None:
 
 
 def test_ignore_eos_goes_on_past_eos_but_not_past_stop_tokens() -> None:
+    """Case E4."""
     eos, stop = ids()[2], ids()[8]
     assert first_place(stop) > 2
     params = replace(PARAMS, ignore_eos=True)
@@ -152,6 +158,7 @@ def texts_sent(result: Result) -> list[str]:
 
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_no_character_of_a_stop_string_is_ever_sent(place: int) -> None:
+    """Case D4."""
     stop = text()[place : place + 5]
     for pattern in ([-1], [0], [1, 2]):
         result = run_one(engine_with(pattern), prompt(), replace(PARAMS, stop=(stop,)))
@@ -160,6 +167,7 @@ def test_no_character_of_a_stop_string_is_ever_sent(place: int) -> None:
 
 
 def test_text_held_back_for_a_stop_that_never_comes_is_sent_in_order() -> None:
+    """Case D7."""
     almost = tuple(text()[place : place + 3] + "\x00" for place in range(0, COUNT, 2))
     for pattern in ([-1], [0], [1, 2]):
         result = run_one(engine_with(pattern), prompt(), replace(PARAMS, stop=almost))
@@ -190,7 +198,7 @@ def test_ends_of_neighbours_do_not_touch_each_other() -> None:
 
 
 def test_a_character_cut_by_max_tokens_is_flushed_once() -> None:
-    """The wide target emits single bytes; a text that ends in half a character ends in one replacement character."""
+    """Cases G1 and G2: tokens are single bytes; half a character at the end becomes a replacement character."""
     wide = tiny_target()
     full = run_one(make_engine(), prompt(), RequestParams(GREEDY, max_tokens=40))
     assert "\ufffd" in full.text

@@ -99,6 +99,7 @@ TEXTS = st.lists(
 def test_tables_read_their_own_text_whatever_happens(
     prefix_cache: bool, branches: list[tuple[int, int, bool]], actions: list[tuple[int, str, int]]
 ) -> None:
+    """Case P2."""
     texts = [([min(i, leaves) for i in range(size)], context) for leaves, size, context in branches]
     model = Model(prefix_cache, texts)
     for who, verb, amount in actions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
 from server.loader import load_engine
-from server.policy import LengthPolicy
+from server.policy import FixedLength, LengthPolicy
 from server.request import Request, RequestParams
 from server.trials import EXPLORE_EVERY, EXPLORE_RARELY, EXPLORE_ROUNDS, EXPLORE_SLOTS, REST
 from tests.server.drafts import ScriptedDrafter, adversary, oracle
@@ -41,6 +42,7 @@ def continuation(request: Request) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", ["vanilla", "rnn"])
 def test_any_lengths_give_the_same_text(sampling: SamplingParams, kind: str) -> None:
+    """Case V7."""
     source = random.Random(1)
 
     def anything(requests: Sequence[Request], limits: Sequence[int]) -> list[int]:
@@ -197,3 +199,20 @@ def test_a_server_with_a_seed_gives_the_same_texts_whatever_steps_cost(tmp_path:
         (result,) = run(engine, [(make_prompt(9), RequestParams(SamplingParams(), max_tokens=40))])
         texts.append(result.ids)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("policy", [AutoPolicy(COST), FixedLength(0), FixedLength(2)], ids=["auto", "off", "2"])
+def test_a_client_may_ask_for_whole_blocks(policy: LengthPolicy) -> None:
+    """Whatever the policy thinks of drafting; others in the batch are left to it."""
+    engine = make_engine(adversary(4, continuation))
+    engine.policy = policy
+    params = RequestParams(GREEDY, max_tokens=COUNT)
+    for _ in range(3):  # until nobody drafts by itself
+        run(engine, [(make_prompt(9), params)])
+    whole = replace(params, whole_blocks=True)
+    asked, other = run(engine, [(make_prompt(9), whole), (make_prompt(12), params)])
+    assert [asked.ids, other.ids] == [plain(GREEDY, 9), plain(GREEDY, 12)]
+    spent = asked.last.speculation
+    assert spent.rounds == COUNT - 1 - 1  # the first token comes from the prompt, the last has nothing to draft
+    assert spent.verified == spent.drafted == 4 * (COUNT - 5) + 3 + 2 + 1
+    assert other.last.speculation.drafted < spent.drafted

@@ -105,6 +105,7 @@ def test_plain_requests_get_no_slots() -> None:
 
 
 def test_decoders_run_in_every_step_of_a_long_prefill() -> None:
+    """Case U1."""
     scheduler = make_scheduler(num_pages=256, budget=64)
     decoders = [add(scheduler, 5) for _ in range(3)]
     step(scheduler)
@@ -129,13 +130,15 @@ def test_many_decoders_do_not_starve_a_prompt() -> None:
     assert late.num_generated == 1
 
 
-def test_a_short_request_does_not_wait_for_a_long_prompt() -> None:
-    scheduler = make_scheduler(num_pages=256, budget=64)
-    long, short = add(scheduler, 100), add(scheduler, 5)
-    step(scheduler)
-    assert short.num_generated == 0
-    step(scheduler)
-    assert (long.num_generated, short.num_generated) == (1, 1)
+@pytest.mark.parametrize("parts", [[120], [96, 24]])
+def test_a_short_request_does_not_wait_for_long_prompts(parts: list[int]) -> None:
+    """Case U1: nor does it keep them from going on."""
+    scheduler = make_scheduler(num_pages=1024, budget=128)
+    longs, short = [add(scheduler, 50 * 128) for _ in parts], add(scheduler, 8)
+    assert shapes(step(scheduler)) == [*((part, 0, False) for part in parts), (8, 0, True)]
+    assert short.num_generated == 1
+    assert sum(item.num_tokens + item.num_slots for item in step(scheduler)) == 128, "no room is lost"
+    assert not any(long.num_generated for long in longs)
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:

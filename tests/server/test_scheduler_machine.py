@@ -140,21 +140,28 @@ class Machine(RuleBasedStateMachine):
         return max(self.memory.pages_for(size) - len(request.table.pages), 0)
 
     def check_shares(self, work: list[Work], decoding: list[Request]) -> int:
-        """Decoders first, then prompts in order, each as far as the budget goes; returns what is left of it."""
+        """Decoders first, then prompts in order: each leaves a quarter if it does not fit, and the first of those gets
+        what nobody took. Returns what was left for others.
+        """
         items = {item.request: item for item in work}
         assert len(items) == len(work), "a request is scheduled twice"
         assert {*self.requests[:1], *decoding} <= items.keys(), "a decoder or the oldest request is left out"
         spent = sum(items[request].num_tokens + items[request].num_slots for request in decoding)
         room = max(self.scheduler.max_num_batched_tokens - spent, MIN_CHUNK)
         makers: list[Request] = []
+        parts: dict[Request, int] = {}
         for request in [request for request in self.scheduler.running if request not in decoding]:
             waits = any(self.makes_page(maker, request) for maker in makers)
             assert (request in items) == (room > 0 and not waits), "a prompt is passed over, or computed twice"
             seen["waited"] += waits
-            if item := items.get(request):
-                assert (item.num_tokens, item.num_slots) == (min(request.pending, room), 0)
-                room -= item.num_tokens
+            if request in items:
+                spare = room // 4 if request.pending > room >= MIN_CHUNK else 0
+                parts[request] = min(request.pending, room - spare)
+                room -= parts[request]
                 makers.append(request)
+        for request in [request for request, part in parts.items() if part < request.pending][:1]:
+            parts[request] = min(request.pending, parts[request] + room)
+        assert {r: (items[r].num_tokens, items[r].num_slots) for r in parts} == {r: (n, 0) for r, n in parts.items()}
         return room
 
     def makes_page(self, maker: Request, request: Request) -> bool:
@@ -234,7 +241,7 @@ class Machine(RuleBasedStateMachine):
         """The oldest runs in every step, so all end after as many steps as they would need one after another."""
         if not hasattr(self, "requests"):
             return
-        bound = sum(r.max_tokens - r.num_generated + len(r.tokens) // MIN_CHUNK + 1 for r in self.requests)
+        bound = sum(r.max_tokens - r.num_generated + len(r.tokens) // (MIN_CHUNK * 3 // 4) + 1 for r in self.requests)
         while self.requests:
             self.run([0], 1)
             bound -= 1
@@ -244,6 +251,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_scheduler_and_memory_keep_their_promises_whatever_happens() -> None:
+    """Case P2."""
     seen.clear()
     run_state_machine_as_test(Machine, settings=settings(max_examples=500, stateful_step_count=30))
     assert min(seen[event] for event in ("preempted", "skipped", "waited")) > 50, seen

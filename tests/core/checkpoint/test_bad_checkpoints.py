@@ -96,6 +96,7 @@ def test_stray_files_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.L
 def test_files_that_hold_no_weights_are_named_with_the_likely_cause(
     tmp_path: Path, content: bytes, expected: str
 ) -> None:
+    """Case R12."""
     folder = tiny_target_folder(tmp_path)
     (folder / WEIGHTS).write_bytes(content)
     with pytest.raises(CheckpointError, match=expected) as error:
@@ -146,6 +147,7 @@ def test_a_confidence_head_of_the_wrong_width_is_refused(tmp_path: Path, with_ma
 
 
 def test_a_checkpoint_without_its_confidence_head_is_refused(tmp_path: Path) -> None:
+    """Case R15."""
     target = tiny_target_folder(tmp_path)
     draft = tiny_draft_folder(tmp_path, target)
     change_weights(draft, lambda weights: weights.pop("confidence_head.proj.weight"))
@@ -164,6 +166,7 @@ def test_a_checkpoint_without_its_confidence_head_is_refused(tmp_path: Path) -> 
 def test_a_draft_of_other_sizes_belongs_to_another_target(
     tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
+    """Case R1."""
     draft = tiny_draft_folder(tmp_path, tiny_target_folder(tmp_path))
     other = tiny_target_folder(tmp_path, name="other", **changes)
     with pytest.raises(CheckpointError, match=f"another target.*{expected}"):
@@ -171,6 +174,7 @@ def test_a_draft_of_other_sizes_belongs_to_another_target(
 
 
 def test_a_draft_of_the_same_sizes_is_known_by_its_embedding(tmp_path: Path) -> None:
+    """Case R1."""
     draft = tiny_draft_folder(tmp_path, tiny_target_folder(tmp_path))
     other = load_target(tiny_target_folder(tmp_path, name="other", seed=99))
     with pytest.raises(CheckpointError, match=r"another target.*does not resemble"):
@@ -179,6 +183,7 @@ def test_a_draft_of_the_same_sizes_is_known_by_its_embedding(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_borrowed_when_absent(tmp_path: Path, tied: bool) -> None:
+    """Case R4."""
     folder = tiny_target_folder(tmp_path, tie_word_embeddings=tied)
     target = load_target(folder)
     draft = load_draft(tiny_draft_folder(tmp_path, folder, borrow=True), target)
@@ -223,6 +228,7 @@ def test_an_untied_target_without_head_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", [0, 5])
 def test_a_longer_block_than_trained_is_refused(tmp_path: Path, asked: int) -> None:
+    """Case I9."""
     folder = tiny_target_folder(tmp_path)
     draft = tiny_draft_folder(tmp_path, folder, draft_len=4)
     with pytest.raises(CheckpointError, match=f"draft_len is {asked}, expected 1 to 4"):

@@ -151,7 +151,7 @@ def test_config_has_every_key_of_a_draft_that_deepspec_s_own_code_wrote(target_f
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_positions_are_the_target_s_in_every_layout(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    """The draft rotates as its target does, whichever of the layouts of RoPE settings the target's file has."""
+    """Case R8: the draft rotates as its target does, whichever layout of RoPE settings the target's file has."""
     folder = tiny_target_folder(tmp_path, family, **rope)
     target = read_target_config(folder)
     draft = trained(folder)

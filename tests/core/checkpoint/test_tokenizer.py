@@ -42,6 +42,7 @@ def splits(data: bytes) -> Iterator[list[bytes]]:
 
 @pytest.mark.parametrize("character", EMOJI)
 def test_a_character_comes_whole_however_it_is_split(character: str) -> None:
+    """Cases G1 and G5."""
     for pieces in splits(character.encode()):
         ids = [piece_id(piece) for piece in pieces]
         assert stream(BYTE_LEVEL, [*ids, piece_id(b"!")]) == [""] * (len(ids) - 1) + [character, "!", ""]
@@ -49,11 +50,13 @@ def test_a_character_comes_whole_however_it_is_split(character: str) -> None:
 
 
 def test_a_literal_replacement_character_is_delivered_at_once() -> None:
+    """Case G3."""
     ids = [piece_id(b"a"), piece_id("\ufffd".encode()), piece_id(b"b")]
     assert stream(BYTE_LEVEL, ids) == ["a", "\ufffd", "b", ""]
 
 
 def test_unfinished_bytes_at_the_end_become_a_replacement_character() -> None:
+    """Case G2."""
     ids = [piece_id(b"a"), piece_id(EMOJI[0].encode()[:3])]
     assert stream(BYTE_LEVEL, ids) == ["a", "", "\ufffd"]
     assert BYTE_LEVEL.decode(ids) == "a\ufffd"
@@ -132,6 +135,7 @@ def test_bytes_of_special_and_unknown_ids() -> None:
 
 
 def test_raw_prompts_get_the_bos_of_the_tokenizer_and_parse_special_tokens() -> None:
+    """Case O2."""
     assert BYTE_LEVEL.encode("a<|end|>") == [2 + ord("a"), 1]
     assert BYTE_LEVEL.encode("") == []
     with_bos = Tokenizer(tiny.byte_level_outside())

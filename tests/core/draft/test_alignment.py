@@ -138,6 +138,7 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Engine, LastB
 def test_serving_hands_the_heads_what_notation_says(
     parts: tuple[Engine, LastBlocks, DraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case A9."""
     engine, drafter, draft = parts
     spy = Spy(draft, monkeypatch)
     greedy = RequestParams(SamplingParams(temperature=0.0), max_tokens=45)

@@ -140,6 +140,7 @@ def test_logits_and_layer_outputs_equal_transformers(case: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("case", [c for c in CASES if CASES[c][2].get("rope_parameters")])
 def test_both_layouts_of_rope_settings_mean_the_same(case: str, tmp_path: Path) -> None:
+    """Case R8."""
     save_random(case, tmp_path)
     ids = torch.randint(0, 83, (LENGTH,)).tolist()
     new = run(prepared(tmp_path), ids).logits
@@ -229,6 +230,7 @@ def test_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -
     ],
 )
 def test_unknown_rotary_settings_are_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Case R8."""
     folder = tiny_target_folder(tmp_path)
     edit_json(folder / "config.json", **change)
     with pytest.raises(CheckpointError, match=named) as caught:

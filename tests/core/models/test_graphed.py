@@ -92,6 +92,7 @@ def test_padded_steps_equal_eager_ones(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_large_steps_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case I9."""
     model = load(tiny_target_folder(tmp_path, max_position_embeddings=400), monkeypatch)
     assert isinstance(model.runner, EagerLayers)
     ids, pages = [i % 250 for i in range(300)], list(range(20))

@@ -79,7 +79,7 @@ def beside(whole: Path, name: str, **changes: Any) -> FitConfig:
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(
     steps: int, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first checkpoint, between two, on one, and just before the end."""
+    """Cases W11 and W12: before the first checkpoint, between two, on one, and just before the end."""
     config = beside(whole, f"stopped-{steps}")
     with monkeypatch.context() as patch:
         stop_after(patch, steps)
@@ -89,7 +89,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
 
 
 def test_killed_at_any_moment(whole: Path) -> None:
-    """SIGKILL at random moments, again and again, until the run comes to its end."""
+    """Cases W12 and W13: SIGKILL at random moments, again and again, until the run comes to its end."""
     config = beside(whole, "killed", save_every=2)
     moments = random.Random(1)
     kills = 0
@@ -139,6 +139,7 @@ def test_other_settings_do_not_resume_a_run(whole: Path, change: str, value: Any
 
 
 def test_a_damaged_state_is_passed_over(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Case W13."""
     config = beside(whole, "damaged")
     fit(config)
     newest = sorted((Path(config.output) / FOLDER).iterdir())[-1]
