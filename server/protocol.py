@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
-from dspark_core.sampling import MAX_SEED, SamplingParams
-from dspark_core.settings import explain, quote
+from dspark_core.grammar import Grammar
+from dspark_core.settings import quote
+from server.detail import RoundDetail
+from server.fields import MAX_TOP_LOGPROBS, SamplingFields, Text, TokenId, read_fields
 from server.request import Delta, RequestParams, TokenLogprob
 
 Json = dict[str, Any]
 INTERNAL_ERROR = "internal error; the server's log has the details"
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+MODEL_NOT_FOUND = "model_not_found"  # a code of OpenAI's
 # Python's line splitters, unlike JSON, end a line at these: escaped, every event is one line to every client.
 _LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 # JSON has no -inf; OpenAI's own stand-in for the log of zero.
 _LOWEST_LOGPROB = -9999.0
-
-
-def _whole_characters(value: Any) -> Any:
-    """JSON can spell half a UTF-16 pair; no tokenizer can encode it."""
-    if isinstance(value, str) and _LONE_SURROGATE.search(value):
-        raise ValueError(f"found {quote(value)}, expected text without lone surrogates")
-    return value
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_whole_characters)]
-StopString = Annotated[str, Field(min_length=1), BeforeValidator(_whole_characters)]
-TokenId = Annotated[int, Field(ge=0)]
 
 
 class ChatMessage(BaseModel):
@@ -56,38 +34,17 @@ class ChatMessage(BaseModel):
     content: Text
 
 
-class GenerateRequest(BaseModel):
-    """Body of POST /generate. An optional field that is null counts as absent; an unknown field is an error.
+class GenerateRequest(SamplingFields):
+    """Body of POST /generate. An unknown field is an error."""
 
-    The ranges of the sampling fields are SamplingParams' own.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid")
 
     prompt: Text | None = None
     prompt_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = SamplingParams.temperature
-    top_p: float = SamplingParams.top_p
-    top_k: int = SamplingParams.top_k
-    min_p: float = SamplingParams.min_p
-    presence_penalty: float = SamplingParams.presence_penalty
-    frequency_penalty: float = SamplingParams.frequency_penalty
-    repetition_penalty: float = SamplingParams.repetition_penalty
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: Annotated[list[StopString], BeforeValidator(_one_or_many), Field(max_length=16)] = []
-    stop_token_ids: list[TokenId] = []
-    ignore_eos: bool = False
-    n: int = Field(1, ge=1, le=16)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    stream: bool = False
-    speculative: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, values: Json) -> Json:
-        return {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    detail: bool = False
 
     @model_validator(mode="after")
     def _one_kind_of_prompt(self) -> GenerateRequest:
@@ -105,38 +62,15 @@ class GenerateRequest(BaseModel):
             return tokenizer.encode(self.prompt)
         return tokenizer.encode_chat([message.model_dump() for message in self.messages or []])
 
-    def params(self, choice_index: int) -> RequestParams:
+    def params(self, choice_index: int, grammar: Grammar | None = None) -> RequestParams:
         """What the engine is asked to do for one of the n choices; RequestError for a value out of range."""
-        sampling = SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
-        return RequestParams(
-            sampling=sampling,
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop),
-            stop_token_ids=frozenset(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            speculative=self.speculative,
-            choice_index=choice_index,
-        )
+        more = {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "detail": self.detail}
+        return self.request_params(choice_index, grammar, **more)
 
 
 def parse_generate(body: bytes) -> GenerateRequest:
     """Read the body of POST /generate as JSON whatever its content type; RequestError names what is wrong."""
-    values = parse_object(body)
-    try:
-        return GenerateRequest.model_validate(values)
-    except ValidationError as error:
-        field, complaint = explain(error, GenerateRequest.model_fields)
-        raise RequestError(f"{field}: {complaint}" if field else complaint, field or None) from None
+    return read_fields(GenerateRequest, parse_object(body))
 
 
 def parse_object(body: bytes) -> Json:
@@ -184,6 +118,26 @@ def closing_fields(last: Delta, prompt_tokens: int) -> Json:
     }
 
 
+def round_fields(tokenizer: Tokenizer, detail: RoundDetail) -> Json:
+    """What became of one round's draft."""
+    confidence: Sequence[float | None] = detail.confidence or [None] * len(detail.draft_ids)
+    draft = [
+        {"token_id": token_id, "text": token_text(tokenizer, token_id), "confidence": value}
+        for token_id, value in zip(detail.draft_ids, confidence, strict=True)
+    ]
+    tokens = [
+        {"token_id": token.token_id, "text": token.text, "source": source}
+        for token, source in zip(detail.tokens, detail.sources, strict=True)
+    ]
+    counts = {"drafted": len(draft), "verified": detail.verified, "accepted": detail.accepted}
+    return {**counts, "draft": draft, "tokens": tokens}
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token by itself; U+FFFD stands for bytes that are no whole character."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> Json:
     """One emitted token's log-probability (natural log) and its alternatives, most likely first."""
     top = [_token_logprob(tokenizer, token_id, logprob) for token_id, logprob in entry.top]
@@ -191,10 +145,14 @@ def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> Json:
 
 
 def _token_logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
-    raw = tokenizer.token_bytes(token_id)
     return {
-        "token": raw.decode("utf-8", "replace"),
+        "token": token_text(tokenizer, token_id),
         "token_id": token_id,
-        "logprob": max(logprob, _LOWEST_LOGPROB),
-        "bytes": list(raw),
+        "logprob": finite_logprob(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
     }
+
+
+def finite_logprob(logprob: float) -> float:
+    """A number that JSON can hold."""
+    return max(logprob, _LOWEST_LOGPROB)

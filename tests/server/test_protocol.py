@@ -31,6 +31,7 @@ def test_what_is_left_out_has_the_engines_own_defaults() -> None:
 
 @pytest.mark.parametrize("field", OPTIONAL)
 def test_null_is_absent(field: str) -> None:
+    """Case M1."""
     assert parse(**{field: None}) == parse()
 
 
@@ -97,7 +98,8 @@ def test_stop_is_a_string_or_a_list(stop: Any, expected: list[str]) -> None:
         ("stop_token_ids", [1, -1], "stop_token_ids[1]", "found -1, expected greater than or equal to 0"),
         ("stop_token_ids", 3, "stop_token_ids", "found 3, expected a valid list"),
         ("stream", "yes", "stream", 'found "yes", expected a valid boolean'),
-        ("speculative", 1, "speculative", "found 1, expected a valid boolean"),
+        ("speculative", 1, "speculative", 'found 1, expected true, false or "full"'),
+        ("speculative", "half", "speculative", 'found "half", expected true, false or "full"'),
         ("prompt", 3, "prompt", "found 3, expected a valid string"),
         ("prompt", ["a"], "prompt", 'found ["a"], expected a valid string'),
     ],

@@ -96,6 +96,7 @@ FAULTS = [
 async def test_a_fault_after_the_stream_began_is_an_event_and_one_done(
     fault: Delta | Exception, message: str, status: int
 ) -> None:
+    """Case N1."""
     events = await stream(FakeEngine(scripted(delta("a"), delta("b"), fault)))
     assert [event.get("text") for event in events] == ["a", "b", None]
     assert set(events[-1]) == {"error"}
