@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -52,8 +52,16 @@ def public_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def setting(default: Any, group: str, description: str, **limits: Any) -> Any:
-    """A field of Settings: its default (... when it must be given), group in the help, description and limits."""
+    """A field of Settings: its default (... when it must be given), group in the help, description and limits.
+
+    With repr=False it is a secret: no error and no repr shows its value.
+    """
     return Field(default, description=description, json_schema_extra={"group": group}, **limits)
+
+
+def secrets(settings: type[Settings]) -> set[str]:
+    """The names of the fields whose values are never shown."""
+    return {name for name, field in public_fields(settings).items() if not field.repr}
 
 
 def _is_list(field: FieldInfo | None) -> bool:
@@ -69,27 +77,39 @@ def _kinds(annotation: Any) -> list[Any]:
 class Parser(argparse.ArgumentParser):
     """Hands on text; only the settings convert and check. Raises UsageError instead of ending the program."""
 
-    def __init__(self, prog: str, *, description: str) -> None:
-        super().__init__(prog, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    def __init__(self, prog: str, *, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog,
+            usage=f"{prog} [FLAGS]",
+            description=description,
+            epilog=epilog,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+        self._secrets: set[str] = set()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
     def add_settings(self, settings: type[Settings], titles: Mapping[str, str]) -> None:
-        """One flag per field, in the groups of `titles` (name to title)."""
+        """One flag per field, in the groups of `titles` (name to title); that of a boolean may stand alone."""
+        self._secrets |= secrets(settings)
         groups = {name: self.add_argument_group(title) for name, title in titles.items()}
         for name, field in public_fields(settings).items():
             assert isinstance(field.json_schema_extra, dict)
-            given = field.default is None or field.is_required()
-            default = _list_text(field.default) if isinstance(field.default, tuple) else field.default
-            text = f"{field.description}{'' if given else f' (default: {default})'}".replace("%", "%%")
+            given = field.default in (None, ()) or field.is_required()
+            text = f"{field.description}{'' if given else f' (default: {as_typed(field.default)})'}".replace("%", "%%")
             group = groups[str(field.json_schema_extra["group"])]
-            group.add_argument(flag(name), help=text, metavar=_metavar(field.annotation))
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+            group.add_argument(flag(name), help=text, metavar=_metavar(field.annotation), **alone)
 
     def parse_known(self, argv: Sequence[str], known: Iterable[str]) -> dict[str, str]:
         """Values by field; UsageError for an argument that is no flag of `known`."""
         flags = [flag(name) for name in known]
         found, unknown = self.parse_known_args(list(_joined(argv, flags)))
+        if unknown and not unknown[0].startswith("-") and (hidden := self._secrets & vars(found).keys()):
+            # What stands alone may be one more secret.
+            raise UsageError(f"{flag(min(hidden))}: found several arguments, expected one, with commas and no spaces")
         if unknown:
             raise UsageError(unknown_argument(unknown[0], flags))
         return dict(vars(found))
@@ -109,10 +129,15 @@ def _joined(argv: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
 
 
 def unknown_argument(argument: str, flags: Sequence[str]) -> str:
-    """The message for an argument that is none of `flags`."""
-    near = difflib.get_close_matches(argument.split("=", maxsplit=1)[0], flags, 1)
-    expected = near[0] if near else f"one of {' '.join(flags)}"
-    return f"unknown argument {argument}, expected {expected}"
+    """The message for an argument that is none of `flags`. It leaves out a value, which may be a secret."""
+    name = argument.split("=", maxsplit=1)[0]
+    return f"unknown argument {name}, expected {nearest(name, flags, ' ')}"
+
+
+def nearest(name: str, known: Sequence[str], separator: str = ", ") -> str:
+    """What was probably meant by a name that is not known, else all there are."""
+    near = difflib.get_close_matches(name, known, 1)
+    return near[0] if near else f"one of {separator.join(known)}"
 
 
 def flag(name: str) -> str:
@@ -129,8 +154,11 @@ def _metavar(annotation: Any) -> str:
     return {int: "N", float: "X", str: "TEXT", bool: "{true,false}"}[kind]
 
 
-def _list_text(values: Iterable[Any]) -> str:
-    return ",".join(map(str, values))
+def as_typed(value: Any) -> str:
+    """A value as one would type it after its flag."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def build(
@@ -140,18 +168,19 @@ def build(
     try:
         return settings(**values)
     except ValidationError as error:
-        path, complaint = explain(error, public_fields(settings))
+        path, complaint = explain(error, public_fields(settings), secrets(settings))
         name = re.split(r"[.\[]", path)[0]
         place = (where or {}).get(name, flag(path)) if path else ""
         raise UsageError(f"{place}: {complaint}" if place else complaint) from None
 
 
-def explain(error: ValidationError, known: Iterable[str]) -> tuple[str, str]:
+def explain(error: ValidationError, known: Iterable[str], hidden: Container[str] = ()) -> tuple[str, str]:
     """Word the first complaint of a pydantic error for the person who typed the value.
 
     Args:
         error: what validation raised.
         known: the names that would have been accepted at the top level.
+        hidden: those whose values are not quoted.
 
     Returns:
         The path of the field, such as `stop[1]` ("" when no single field is at fault), and the complaint,
@@ -163,7 +192,7 @@ def explain(error: ValidationError, known: Iterable[str]) -> tuple[str, str]:
         return path, str(first["ctx"]["error"])
     if first["type"] == "missing":
         return path, "missing, expected a value"
-    found = quote(first["input"])
+    found = "a value that is not shown" if first["loc"][:1] and first["loc"][0] in hidden else quote(first["input"])
     if first["type"] == "extra_forbidden":
         expected = f"one of {', '.join(known)}" if len(first["loc"]) == 1 else "no such key"
         return quote(path)[1:-1], f"unknown field (found {found}), expected {expected}"

@@ -64,9 +64,45 @@ class ServerConfig(Settings):
 
     host: str = setting("127.0.0.1", "http", "address to listen on; 0.0.0.0: every interface", min_length=1)
     port: int = setting(8000, "http", "port to listen on; 0: any free one", ge=0, le=65535)
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "http", "least severe message that is logged"
+    api_key: tuple[str, ...] = setting(
+        (),
+        "http",
+        "keys, one of which a request must bring as 'Authorization: Bearer KEY'; unset: no request needs one. "
+        "Other users of the machine can see flags: prefer the variable or the file",
+        repr=False,
     )
+    cors_origins: tuple[str, ...] = setting(
+        (), "http", "origins whose web pages may ask, such as https://example.org, or *; unset: none"
+    )
+    max_body_mb: int = setting(8, "http", "largest body of a request, in MiB; a larger one is answered 413", ge=1)
+    request_timeout: float | None = setting(
+        None, "http", "seconds from its arrival after which a request is cut and its place freed; unset: never", gt=0
+    )
+    drain_seconds: int = setting(
+        5, "http", "seconds that running requests get to finish once a signal to stop has come", ge=0
+    )
+
+    check: bool = setting(False, "run", "load everything, say what would be served, and end: nothing is served")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "run", "least severe message that is logged"
+    )
+    log_format: Literal["text", "json"] = setting("text", "run", "a line of text a message, or an object of JSON")
+    log_prompts: bool = setting(False, "run", "log what requests ask; otherwise no text of theirs is logged")
+
+    @field_validator("api_key")
+    @classmethod
+    def _sendable_keys(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(re.fullmatch("[!-~]+", key) for key in value):
+            raise ValueError("found a key that is empty or not printable ASCII, expected keys without spaces")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(f"found {origin!r}, expected * or scheme://host[:port] without a path")
+        return value
 
     @field_validator("page_size")
     @classmethod

@@ -121,12 +121,29 @@ def _free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return min(_machine_memory(), _container_memory(Path("/sys/fs/cgroup")))
+
+
+def _machine_memory() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _container_memory(group: Path) -> int:
+    """What a container's limit leaves (cgroup v2); more than any machine has where there is none.
+
+    Files that the kernel keeps for reading again count as used there, and are given up when memory is wanted.
+    """
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(int(limit) - used + int(kept["inactive_file"]), 0)
+    except (OSError, ValueError, KeyError):  # no group of its own, or "max": no limit
+        return 2**62
 
 
 def _max_model_len(asked: int | None, limit: int, capacity: int, budget: int) -> int:

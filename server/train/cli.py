@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark_core import program
-from dspark_core.settings import Parser, Settings, UsageError, build, flag, public_fields, quote
+from dspark_core.settings import Parser, Settings, UsageError, flag, public_fields, quote
+from dspark_core.sources import Layers, read_toml
 from dspark_core.train.config import FEATURES_GROUPS, FIT_GROUPS, FeaturesConfig, FitConfig
 from server.train.settings import (
     COMPARE_GROUPS,
@@ -104,15 +104,11 @@ def parse(argv: Sequence[str]) -> tuple[Command, Settings]:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     parser.add_settings(command.settings, command.groups)
     given = parser.parse_known(rest, ["preset", "config", *public_fields(command.settings)])
-    values: dict[str, Any] = {}
-    where: dict[str, str] = {}
+    layers = Layers()
     for path in _files(given.pop("preset", None), given.pop("config", None)):
-        found = read_file(path, name)
-        values |= found
-        where |= {key: f"{path}: {key}" for key in found}
-    values |= given
-    where |= {key: flag(key) for key in given}
-    return command, build(command.settings, values, where)
+        layers.add_file(path, read_file(path, name))
+    layers.add(given, flag)
+    return command, layers.build(command.settings)
 
 
 def _files(preset: str | None, config: str | None) -> list[Path]:
@@ -130,10 +126,7 @@ def read_file(path: Path, command: str) -> dict[str, Any]:
     Raises:
         UsageError: unreadable, or a key that no command (or not the section's) has.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as TOML: {error}") from None
+    content = read_toml(path)
     shared = {key: value for key, value in content.items() if not isinstance(value, dict)}
     known = {name for c in COMMANDS.values() for name in public_fields(c.settings)}
     if unknown := sorted(shared.keys() - known):

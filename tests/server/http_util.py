@@ -68,6 +68,14 @@ async def endless(prompt_ids: list[int], params: RequestParams) -> AsyncIterator
         yield delta("x")
 
 
+async def hundred(prompt_ids: list[int], params: RequestParams) -> AsyncIterator[Delta]:
+    """A text that takes a while, and ends."""
+    for _ in range(100):
+        await asyncio.sleep(0.005)
+        yield delta("x")
+    yield delta("", finish_reason="length", completion_tokens=100)
+
+
 async def silent(prompt_ids: list[int], params: RequestParams) -> AsyncIterator[Delta]:
     """A prefill that never ends: no delta ever comes."""
     await asyncio.Event().wait()
@@ -222,13 +230,12 @@ def fake_serve() -> int:
     def load_engine(config: ServerConfig) -> Any:
         if config.ckpt == "slow":
             print("loading", flush=True)
-            time.sleep(DEADLINE_S)
-        scripts = {"demo": echo, "endless": endless}
+            sys.stdin.readline()
+        scripts = {"demo": echo, "endless": endless, "hundred": hundred, "slow": echo}
         if config.ckpt not in scripts:
             raise CheckpointError(f"{config.ckpt}/config.json does not exist; expected a model folder")
         return FakeEngine(scripts[config.ckpt])
 
-    cast(Any, cli).GRACE_S = 1
     cast(Any, loader).load_engine = load_engine
     sys.modules["server.async_engine"].__dict__["AsyncEngine"] = lambda engine, max_queue: engine
     return cli.main()

@@ -167,6 +167,7 @@ async def test_the_served_name_replaces_the_targets() -> None:
 
 
 async def test_a_dead_engine_is_a_503_everywhere() -> None:
+    """Case T1."""
     engine = FakeEngine()
     async with client_of(make_app(engine)) as client:
         engine.healthy = False

@@ -1,4 +1,4 @@
-"""`dspark-serve`: flags, help, start-up failures, signals. Processes run with a scripted engine."""
+"""`dspark-serve`: where settings come from, help, start-up failures, --check."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from dspark_core.errors import CheckpointError
-from dspark_core.settings import flag
+from dspark_core.settings import UsageError, as_typed, flag
 from server import cli
 from server.config import ServerConfig
-from tests.server.http_util import DEADLINE_S, sse_data
+from tests.server.http_util import DEADLINE_S, FakeEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,40 +30,6 @@ def _handlers() -> Iterator[None]:
     yield
     for sig, handler in before.items():
         signal.signal(sig, handler)
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A running `dspark-serve` on a free port; yields the process, its URL and what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.server.http_util",
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-        *flags,
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            printed = ""
-            while "curl" not in printed:
-                line = process.stdout.readline()
-                assert line, process.communicate()[1]
-                printed += line
-            found = re.search(r"http://[^/]+", printed)
-            assert found is not None
-            yield process, found[0], printed
-        finally:
-            process.kill()
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for the end; the exit code and what was left on stderr."""
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, errors
 
 
 def test_flags_are_the_settings() -> None:
@@ -79,8 +45,8 @@ def test_flags_are_the_settings() -> None:
     ("argv", "message"),
     [
         (["--prot", "80"], "unknown argument --prot, expected --port"),
-        (["--zzzzzz=1"], "unknown argument --zzzzzz=1, expected one of --ckpt --target"),
-        (["model"], "unknown argument model, expected one of --ckpt --target"),
+        (["--zzzzzz=1"], "unknown argument --zzzzzz, expected one of --config --ckpt --target"),
+        (["model"], "unknown argument model, expected one of --config --ckpt --target"),
         (["--max-num", "3"], "unknown argument --max-num, expected --max-num-seqs"),
         (["--port"], "argument --port: expected one argument"),
         (["--port", "http"], '--port: found "http", expected a valid integer'),
@@ -99,6 +65,95 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+def test_a_flag_wins_over_the_variable_the_variable_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('port = 1\nmax_num_seqs = 2\ndraft_len = 3\ncors_origins = ["http://a", "http://b"]\n')
+    environ = {"DSPARK_CONFIG": str(file), "DSPARK_PORT": "10", "DSPARK_MAX_NUM_SEQS": "20", "DSPARK_CACHE": "/c"}
+    config = cli.parse_config(["--port", "100", "--check"], environ)
+    assert (config.port, config.max_num_seqs, config.draft_len, config.page_size) == (100, 20, 3, 64)
+    assert config.cors_origins == ("http://a", "http://b")
+    assert config.check
+    other = tmp_path / "other.toml"
+    other.write_text("port = 5")
+    assert cli.parse_config(["--config", str(other)], {"DSPARK_CONFIG": str(file)}).port == 5, "the flag's file alone"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "content", "message"),
+    [
+        ([], {"DSPARK_PORT": "x"}, "", 'DSPARK_PORT: found "x", expected a valid integer'),
+        ([], {"DSPARK_TARGET": ""}, "", 'DSPARK_TARGET: found "", expected at least 1 character'),
+        ([], {"DSPARK_API_KEY": ""}, "", "DSPARK_API_KEY: found a key that is empty"),
+        ([], {}, "port = 'x'", 'FILE: port: found "x", expected a valid integer'),
+        ([], {}, "prot = 1", "FILE: unknown key prot, expected port"),
+        ([], {}, "max-num-seqs = 1", "FILE: unknown key max-num-seqs, expected max_num_seqs"),
+        ([], {}, "[serve]\nport = 1", "FILE: unknown key serve, expected "),
+        ([], {}, "port = ", "FILE cannot be read as TOML: "),
+        (["--port", "y"], {"DSPARK_PORT": "x"}, "port = 'x'", '--port: found "y", expected'),
+    ],
+)
+def test_a_complaint_names_the_place_of_the_value(
+    argv: list[str], environ: dict[str, str], content: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        cli.parse_config([*argv, "--config", str(file)], environ)
+    assert str(caught.value).replace(str(file), "FILE").startswith(message)
+
+
+def test_no_key_is_shown_whatever_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("api_key = [7777]")
+    for argv in (
+        ["--api-key", "ok 7777"],
+        ["--api-key", "ok,", "7777"],
+        ["--api-keys=7777"],
+        ["--config", str(file)],
+        ["--api-key", "7777", "--port", "x"],
+    ):
+        assert cli.main(argv) == 2
+        assert "7777" not in "".join(capsys.readouterr())
+
+
+def test_a_variable_that_is_no_setting_is_a_warning_without_its_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DSPARK_API_KEYS", "hunter2")
+    monkeypatch.setenv("DSPARK_CACHE", "/nowhere")
+    monkeypatch.setattr(cli, "serve", unloadable)
+    assert cli.main(["--port", "0"]) == 1
+    assert caplog.messages == ["DSPARK_API_KEYS is set, which is no setting: expected DSPARK_API_KEY"]
+
+
+def checked(*flags: str, engine: Any = None) -> int:
+    """The exit code of `dspark-serve --check` around an engine, or around what loading raises."""
+
+    def load(config: ServerConfig) -> FakeEngine:
+        if isinstance(engine, Exception):
+            raise engine
+        return FakeEngine()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.loader.load_engine", load)
+        return cli.main(["--check", *flags])
+
+
+def test_check_says_what_would_be_served_and_needs_no_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(cli.listen("127.0.0.1", 0)) as taken:
+        assert checked("--port", str(taken.getsockname()[1]), "--api-key", "hunter2,hunter3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dspark would serve"
+    assert "  target       tiny-target (llama, 2 layers)" in lines
+    assert "  access       with an API key, of which there are 2" in lines
+    assert "hunter" not in "".join(lines)
+
+
+def test_check_says_why_it_would_not_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(engine=CheckpointError("/nowhere/config.json does not exist")) == 1
+    assert capsys.readouterr() == ("", "dspark-serve: error: /nowhere/config.json does not exist\n")
+
+
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])
@@ -107,7 +162,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     for title in cli.GROUPS.values():
         assert f"{title}:" in text
     for name, field in ServerConfig.model_fields.items():
-        default = "" if field.default is None else f" (default: {field.default})"
+        default = "" if field.default in (None, ()) else f" (default: {as_typed(field.default)})"
         assert re.search(rf"{flag(name)} \S+ {re.escape(str(field.description) + default)}", text), name
     assert "--dtype {auto,float32,bfloat16,float16}" in text
     assert "--max-model-len N" in text
@@ -129,8 +184,11 @@ def test_the_banner_is_one_block_with_a_curl_line(host: str, port: int, shown: s
         "  target       T",
         "  KV capacity  10 tokens",
         "try",
+        f"  http://{shown}/ in a browser",
         f"  curl -N http://{shown}/generate -d '{body}'",
     ]
+    last = cli.banner({"target": "T"}, host, port, needs_key=True).splitlines()[-1]
+    assert last == f"  curl -N -H 'Authorization: Bearer KEY' http://{shown}/generate -d '{body}'"
 
 
 def unloadable(config: ServerConfig, sock: socket.socket) -> None:
@@ -161,63 +219,3 @@ def test_a_host_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str])
     err = capsys.readouterr().err
     assert err.startswith("dspark-serve: error: cannot listen on 192.0.2.1 port 0: ")
     assert err.count("\n") == 1
-
-
-def test_it_says_what_it_serves_and_ends_cleanly_on_a_signal() -> None:
-    with serving() as (process, url, printed):
-        assert "target       tiny-target (llama, 2 layers)" in printed
-        assert httpx.post(f"{url}/generate", json={"prompt": "hi"}).json()["text"] == "hi"
-        process.send_signal(signal.SIGINT)
-        assert end(process) == (0, "")
-
-
-def test_running_streams_go_on_after_a_signal_and_are_cut_with_an_error() -> None:
-    with serving("--ckpt", "endless") as (process, url, _):
-        body = {"prompt": "hi", "stream": True}
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=DEADLINE_S) as response:
-            lines = response.iter_lines()
-            assert "x" in next(lines)
-            process.send_signal(signal.SIGTERM)
-            address = httpx.URL(url)
-            while not refused(address.host, address.port or 0):
-                next(lines)
-            after = [line for line in lines if line]
-        assert len(after) > 10, "no events during the grace"
-        data = sse_data("".join(f"{line}\n\n" for line in after))
-        assert "shutting down" in data[-2]
-        assert data[-1] == "[DONE]"
-        code, errors = end(process)
-        assert code == 0
-        assert "graceful shutdown exceeded" in errors
-        assert "Traceback" not in errors
-
-
-def refused(host: str, port: int) -> bool:
-    with closing(socket.socket()) as probe:
-        return probe.connect_ex((host, port)) != 0
-
-
-def test_a_second_signal_does_not_wait_for_the_grace_to_end() -> None:
-    with serving("--ckpt", "endless") as (process, url, _):
-        body = {"prompt": "hi", "stream": True}
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=DEADLINE_S) as response:
-            lines = response.iter_lines()
-            assert "x" in next(lines)
-            process.send_signal(signal.SIGTERM)
-            address = httpx.URL(url)
-            while not refused(address.host, address.port or 0):
-                next(lines)
-            process.send_signal(signal.SIGTERM)
-            assert end(process) == (0, ""), "uvicorn logs an error when the grace is over"
-
-
-def test_a_signal_while_loading_ends_it() -> None:
-    command = [sys.executable, "-m", "tests.server.http_util", "--port", "0", "--ckpt", "slow"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "loading\n"
-            process.send_signal(signal.SIGTERM)
-            assert end(process) == (0, "")
-        finally:
-            process.kill()

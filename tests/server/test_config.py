@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from dspark_core.settings import explain, quote
+from server.cli import GROUPS
 from server.config import ServerConfig
 
 
@@ -37,6 +38,18 @@ def test_settings_cannot_change_after_the_start() -> None:
         ("max_num_seqs", 0, "found 0, expected greater than or equal to 1"),
         ("max_num_batched_tokens", 0, "found 0, expected greater than or equal to 1"),
         ("draft_len", 0, "found 0, expected greater than or equal to 1"),
+        ("max_body_mb", 0, "found 0, expected greater than or equal to 1"),
+        ("request_timeout", 0, "found 0, expected greater than 0"),
+        ("drain_seconds", -1, "found -1, expected greater than or equal to 0"),
+        ("log_format", "xml", "found \"xml\", expected 'text' or 'json'"),
+        (
+            "cors_origins",
+            ["https://a.org/"],
+            "found 'https://a.org/', expected * or scheme://host[:port] without a path",
+        ),
+        ("cors_origins", "a.org", "found 'a.org', expected * or scheme://host[:port] without a path"),
+        ("api_key", "", "found a key that is empty or not printable ASCII, expected keys without spaces"),
+        ("api_key", ["schlüssel"], "found a key that is empty or not printable ASCII, expected keys without spaces"),
         ("page_size", 24, "found 24, expected one of 16, 32, 64, 128"),
         ("seed", -1, "found -1, expected greater than or equal to 0"),
         ("seed", 2**63, f"found {2**63}, expected less than or equal to {2**63 - 1}"),
@@ -61,7 +74,7 @@ def test_every_setting_is_described_and_belongs_to_a_group() -> None:
     for name, field in ServerConfig.model_fields.items():
         assert field.description, name
         assert isinstance(field.json_schema_extra, dict), name
-        assert field.json_schema_extra["group"] in ("model", "engine", "http"), name
+        assert field.json_schema_extra["group"] in GROUPS, name
 
 
 def test_quotes_are_short_whatever_the_value() -> None:

@@ -35,6 +35,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, str]]:
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_hangs_up_frees_the_engine(running: tuple[FakeEngine, str], streaming: bool, n: int) -> None:
+    """Cases H1, H2 and H5."""
     engine, url = running
     body = json.dumps({"prompt": "hi", "stream": streaming, "n": n}).encode()
     address = httpx.URL(url)

@@ -78,6 +78,7 @@ def test_the_context_is_the_models_unless_asked_for_less(folders: Path, tmp_path
 def test_little_memory_shortens_the_context_when_none_was_asked_for(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case S4."""
     # A page of 64 positions: keys and values, 4 target and 2 draft layers, 2 heads of 16 float32.
     size = 2 * (4 + 2) * 64 * 2 * 16 * 4
     monkeypatch.setattr(loader, "_free_memory", lambda _: 10 * size)
@@ -117,6 +118,7 @@ def test_the_target_that_the_draft_names_is_taken(folders: Path, tmp_path: Path)
 
 
 def test_ends_of_text_are_those_of_all_files(folders: Path, tmp_path: Path) -> None:
+    """Case E3."""
     root = copy(folders, tmp_path)
     edit_json(root / "target/config.json", eos_token_id=[10, 11])
     edit_json(root / "target/generation_config.json", eos_token_id=12)
@@ -131,6 +133,7 @@ def test_ends_of_text_are_those_of_all_files(folders: Path, tmp_path: Path) -> N
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_never_emitted(tmp_path: Path) -> None:
+    """Case R2."""
     target = tiny_target_folder(tmp_path, tokenizer_size=60)
     head = torch.randn(259, 32)
     head[60:] *= 50  # nearly every row would choose padding
@@ -225,6 +228,7 @@ DAMAGES: dict[str, tuple[Damage, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_start_up_fault_says_what_is_wrong(folders: Path, tmp_path: Path, name: str) -> None:
+    """Cases R1, R2, R6, R10 and S4."""
     damage, settings, words = DAMAGES[name]
     damage(root := copy(folders, tmp_path))
     settings = {key: str(root / value) if key in ("ckpt", "target") else value for key, value in settings.items()}
@@ -253,3 +257,13 @@ def test_other_dtypes_are_served(folders: Path, dtype: str) -> None:
     result = run_one(engine, [5, 6], RequestParams(GREEDY, max_tokens=12, ignore_eos=True, logprobs=0))
     assert len(result.ids) == 12
     assert all(entry.logprob <= 0 for entry in result.logprobs)
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert loader._container_memory(tmp_path) > 2**60, "no group"
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert loader._container_memory(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert loader._container_memory(tmp_path) > 2**60, "no limit"
