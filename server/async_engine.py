@@ -15,6 +15,7 @@ from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
 from server.engine import Engine
 from server.request import Delta, Request, RequestParams
+from server.request_metrics import Progress, RequestMetrics
 from server.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Stream:
     """What one request's client is told, in order: an async iterator of `Delta` that ends after the last one."""
 
     def __init__(self, owner: AsyncEngine, request: Request) -> None:
-        self._owner, self.request = owner, request
+        self._owner, self.request, self.progress = owner, request, Progress()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta] = asyncio.Queue()
         self._done = False
@@ -80,7 +81,8 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, max_queue: int | None = None) -> None:
-        self.engine, self.max_queue, self.watch = engine, max_queue, Watch(engine)
+        self.engine, self.max_queue = engine, max_queue
+        self.watch, self.requests = Watch(engine), RequestMetrics()
         self._commands: deque[Callable[[], None]] = deque()
         self._arriving = 0  # requests among the commands
         self._wake = threading.Condition()
@@ -111,7 +113,9 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.engine.scheduler.waiting)
+        """Requests in the queue, those included that the engine thread has yet to put there."""
+        with self._wake:
+            return self._arriving + len(self.engine.scheduler.waiting)
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -154,13 +158,14 @@ class AsyncEngine:
         if count > (most := scheduler.max_num_seqs + self.max_queue):
             raise RequestError(f"n is {count}, expected at most {most}: so many may run and wait here", "n")
         with self._wake:
-            waiting = self._arriving + self.num_waiting
+            waiting = self.num_waiting
             free = max(scheduler.max_num_seqs - self.num_running, 0)
         if waiting + count <= self.max_queue + free:
             return
         arrived = [request.arrived for request in list(scheduler.waiting)]
         # Who waits for so long has no hope to get through sooner.
         waited = math.ceil(time.monotonic() - min(arrived, default=time.monotonic()))
+        self.requests.reject(count)
         raise QueueFullError(self.max_queue, min(max(waited, 1), MAX_RETRY_AFTER_S))
 
     def abort(self, request: Request) -> None:
@@ -185,7 +190,10 @@ class AsyncEngine:
             self._tell(request, delta)
 
     def _tell(self, request: Request, delta: Delta) -> None:
-        stream = self._streams.pop(id(request)) if delta.last else self._streams[id(request)]
+        stream = self._streams[id(request)]
+        self.requests.tell(request, delta, stream.progress)  # first: whoever has an answer finds it counted
+        if delta.last:
+            del self._streams[id(request)]
         stream.put(delta)
 
     def _run(self) -> None:
@@ -232,6 +240,10 @@ class AsyncEngine:
         """Nobody waits for ever: streams that are left, queued ones included, end with an error."""
         while self._commands:
             self._commands.popleft()()
-        for stream in list(self._streams.values()):
-            stream.put(stream.request.fail("the server is shutting down" if self._stopping else INTERNAL_ERROR))
+        message = "the server is shutting down" if self._stopping else INTERNAL_ERROR
+        left = [(stream, stream.request.fail(message)) for stream in self._streams.values()]
         self._streams.clear()
+        for stream, delta in left:
+            stream.put(delta)
+        for stream, delta in left:  # when all have been told: should counting be what went wrong, nobody waits for it
+            self.requests.tell(stream.request, delta, stream.progress)

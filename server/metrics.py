@@ -2,77 +2,84 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from dspark_core import __version__
 from server.async_engine import AsyncEngine
+from server.series import BY_NAME, SERIES, Values
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class EngineCollector(Collector):
-    """Reads the engine's counts when it is asked for them: nothing is paid for metrics in a step."""
+    """Reads an engine's counts when it is asked for them, while its thread runs.
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
+    Args:
+        model_name: what clients call the model; empty: the target's name.
+    """
+
+    def __init__(self, engine: AsyncEngine, model_name: str = "") -> None:
+        self.engine, self.model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other."""
-        watch = self.engine.watch
-        counts = watch.counts
-        yield GaugeMetricFamily("dspark:num_requests_running", "Requests being decoded.", self.engine.num_running)
-        yield GaugeMetricFamily("dspark:num_requests_waiting", "Requests in the queue.", self.engine.num_waiting)
-        yield from (
-            CounterMetricFamily(f"dspark:{name}", text, value)
-            for name, text, value in (
-                ("spec_decode_num_drafts", "Rounds of requests in which a block was drafted.", counts.rounds),
-                ("spec_decode_num_draft_tokens", "Tokens drafted.", counts.drafted),
-                ("spec_decode_num_verified_tokens", "Draft tokens sent to the target.", counts.verified),
-                ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counts.accepted),
-                (
-                    "spec_decode_num_plain_rounds",
-                    "Rounds of requests in which nothing was drafted.",
-                    counts.plain_rounds,
-                ),
-                (
-                    "spec_decode_predicted_accepted_tokens",
-                    "Draft tokens that the calibrated confidence promised, of those whose fate is known.",
-                    counts.predicted,
-                ),
-                ("step_seconds", "Seconds of steps without prompts.", counts.seconds),
-                (
-                    "predicted_step_seconds",
-                    "Seconds that those steps were predicted to take.",
-                    counts.predicted_seconds,
-                ),
-            )
-        )
-        per_position = CounterMetricFamily(
-            "dspark:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", labels=["position"]
-        )
-        for position, value in enumerate(counts.accepted_at):
-            per_position.add_metric([str(position)], value)
-        yield per_position
-        errors = GaugeMetricFamily(
-            "dspark:spec_decode_calibration_error", "Running ECE of survival, by position.", labels=["position"]
-        )
-        for position, error in enumerate(watch.errors):
-            if not np.isnan(error):
-                errors.add_metric([str(position)], float(error))
-        yield errors
+        """One family after the other, in the order of `SERIES`."""
+        # A step is counted by the engine before its tokens are handed over: read the other way round, no scrape shows
+        # tokens of rounds that it does not show.
+        families = self.engine.requests.collect()
+        numbers = self._info() | self._state() | self._speculation()
+        families |= {name: BY_NAME[name].family(values) for name, values in numbers.items()}
+        for series in SERIES:
+            yield families[series.name]
+
+    def _info(self) -> dict[str, Values]:
+        info = self.engine.info
+        name = self.model_name or info.get("target", "").partition(" (")[0]
+        told = info | {"version": __version__, "model_name": name}
+        # Where a folder lies is nobody's business.
+        labels = tuple(re.sub(r"(?<!\S)/\S*/", "", told.get(label, "")) for label in BY_NAME["info"].labels)
+        return {"info": {labels: 1.0}}
+
+    def _state(self) -> dict[str, Values]:
+        """How full the engine is, and its memory's counts."""
+        scheduler, memory = self.engine.engine.scheduler, self.engine.engine.memory
+        return {
+            "num_requests_running": self.engine.num_running,
+            "num_requests_waiting": self.engine.num_waiting,
+            "kv_cache_usage_perc": 1 - memory.num_free / memory.num_pages,
+            "prefix_cache_hits": scheduler.prefix_hits,  # before the queries: there are never more of them
+            "prefix_cache_queries": scheduler.prefix_queries,
+            "num_preemptions": scheduler.num_preemptions,
+        }
+
+    def _speculation(self) -> dict[str, Values]:
+        counts, errors = self.engine.watch.read()
+        return {
+            "spec_decode_num_drafts": counts.rounds,
+            "spec_decode_num_draft_tokens": counts.drafted,
+            "spec_decode_num_verified_tokens": counts.verified,
+            "spec_decode_num_accepted_tokens": counts.accepted,
+            "spec_decode_num_accepted_tokens_per_pos": {(str(k),): n for k, n in enumerate(counts.accepted_at)},
+            "spec_decode_num_plain_rounds": counts.plain_rounds,
+            "spec_decode_predicted_accepted_tokens": counts.predicted,
+            "spec_decode_calibration_error": {(str(k),): e for k, e in enumerate(errors) if not np.isnan(e)},
+            "step_seconds": counts.seconds,
+            "predicted_step_seconds": counts.predicted_seconds,
+        }
 
 
 class Metrics:
     """The series of one server, in a registry of its own."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine))
+    def __init__(self, engine: AsyncEngine, model_name: str = "") -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(engine, model_name))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -52,6 +53,7 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.counts = engine, Counts(accepted_at=[0] * engine.draft_len)
+        self._lock = threading.Lock()  # other threads read
         self._sums = np.zeros((3, engine.draft_len, BINS))  # rounds, predicted, survived
         self._compared = self.calibration
         self._tokens = np.zeros(2)  # predicted, accepted: running
@@ -72,8 +74,18 @@ class Watch:
         policy = self.engine.policy
         return policy.calibration if isinstance(policy, (AutoPolicy, Threshold)) else None
 
+    def read(self) -> tuple[Counts, Floats]:
+        """Counts and errors of one moment, for another thread than the engine's."""
+        with self._lock:
+            return replace(self.counts, accepted_at=list(self.counts.accepted_at)), self.errors
+
     def observe(self, rounds: Rounds) -> None:
         """Count the blocks of a step."""
+        with self._lock:
+            self._count(rounds)
+        self._warn()
+
+    def _count(self, rounds: Rounds) -> None:
         counts, size = self.counts, len(rounds.requests)
         counts.rounds += size
         counts.drafted += int(rounds.drafted.sum())
@@ -102,20 +114,21 @@ class Watch:
             np.add.at(part, (places, bins), what)
         self._tokens = self._tokens * keep + (values.sum(), survived.sum())
         self.counts.predicted += float(values.sum())
-        self._warn()
 
     def observe_step(self, outcome: StepOutcome) -> None:
         """Compare a step's time with what was predicted, if it held no prompt."""
-        self.counts.plain_rounds += outcome.decoding - outcome.drafting
-        policy = self.engine.policy
-        if not isinstance(policy, AutoPolicy) or outcome.prefill_tokens or not outcome.decoding:
-            return
-        keep = STEP_KEEP
-        self.counts.predicted_seconds += policy.watch.predicted
-        self.counts.seconds += outcome.seconds
-        self._predicted_seconds = self._predicted_seconds * keep + policy.watch.predicted
-        self._seconds, self._steps = self._seconds * keep + outcome.seconds, self._steps * keep + 1
+        with self._lock:
+            self.counts.plain_rounds += outcome.decoding - outcome.drafting
+            policy = self.engine.policy
+            if isinstance(policy, AutoPolicy) and outcome.decoding and not outcome.prefill_tokens:
+                self._time(outcome.seconds, policy.watch.predicted)
         self._warn()
+
+    def _time(self, seconds: float, predicted: float) -> None:
+        self.counts.predicted_seconds += predicted
+        self.counts.seconds += seconds
+        self._predicted_seconds = self._predicted_seconds * STEP_KEEP + predicted
+        self._seconds, self._steps = self._seconds * STEP_KEEP + seconds, self._steps * STEP_KEEP + 1
 
     def complaints(self) -> list[str]:
         """What has drifted, in words, with what to do about it."""

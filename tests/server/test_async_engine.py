@@ -89,6 +89,7 @@ async def test_a_bad_request_is_refused_at_once_and_leaves_nothing() -> None:
 
 
 async def test_an_abort_frees_the_place() -> None:
+    """Case H1."""
     async with running(tiny(max_num_seqs=1)) as served:
         stream = served.submit(PROMPT, ENDLESS)
         await anext(stream)
@@ -184,6 +185,7 @@ async def test_a_stream_that_ended_stays_ended() -> None:
 
 
 async def test_nothing_is_remembered_of_fifty_requests() -> None:
+    """Case H2."""
     async with running(tiny(max_num_seqs=4)) as served:
         streams = [served.submit(make_prompt(1 + i % 5), PARAMS) for i in range(50)]
         for stream in streams[::7]:

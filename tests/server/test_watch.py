@@ -1,30 +1,24 @@
-"""What is counted and compared in service, and what /metrics and the log make of it."""
+"""What is counted and compared in service, and what the log makes of it."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from dspark_core.checkpoint.calibration import Calibration
-from server.async_engine import AsyncEngine
 from server.auto_policy import AutoPolicy
-from server.config import ServerConfig
-from server.metrics import Metrics
-from server.policy import StepOutcome
+from server.policy import Rounds, StepOutcome
 from server.watch import ENOUGH, Watch
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import make_engine, run, tiny_target
-from tests.server.http_util import client_of
 from tests.server.policies import one_round
 from tests.server.test_auto_policy import Eager, cost_of
 from tests.server.test_policy import GREEDY, RequestParams, make_prompt, some_request
 
 K = 2
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def logit(token: int) -> float:
@@ -50,6 +44,33 @@ def test_counts_are_those_of_the_requests() -> None:
     assert counts.predicted > 0
     assert counts.seconds > 0
     assert counts.predicted_seconds > 0
+
+
+def test_what_was_read_is_of_one_moment() -> None:
+    watch, request = watched(), some_request()
+    watch.observe(one_round(request, [1.0, 1.0], drafted=2, verified=2, accepted=2))
+    counts, errors = watch.read()
+    assert (counts.rounds, counts.accepted, counts.accepted_at) == (1, 2, [1, 1])
+    before = errors.copy()
+    watch.observe(one_round(request, [1.0, 1.0], drafted=2, verified=2, accepted=0))
+    assert (counts.rounds, counts.accepted, counts.accepted_at) == (1, 2, [1, 1])
+    assert errors.tolist() == before.tolist() != watch.errors.tolist()
+
+
+def test_nobody_reads_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watched()
+    reader = threading.Thread(target=watch.read)
+    count = watch._count
+
+    def while_somebody_reads(rounds: Rounds) -> None:
+        reader.start()
+        reader.join(0.05)
+        assert reader.is_alive()
+        count(rounds)
+
+    monkeypatch.setattr(watch, "_count", while_somebody_reads)
+    watch.observe(one_round(some_request(), [1.0, 1.0], drafted=2, verified=2, accepted=2))
+    reader.join()
 
 
 def test_the_running_error_is_that_of_the_last_rounds() -> None:
@@ -115,32 +136,3 @@ def test_a_calibrated_server_has_nothing_to_complain_of() -> None:
         accepted = int(stands[0]) + int(stands.all())
         watch.observe(one_round(request, logits.tolist(), drafted=2, verified=2, accepted=accepted))
     assert watch.complaints() == []
-
-
-def test_the_documentation_names_every_series_with_its_type() -> None:
-    engine = AsyncEngine(watched().engine)
-    request = some_request()
-    engine.watch.observe(one_round(request, [1.0, 1.0], drafted=2, verified=2, accepted=1))
-    families = list(text_string_to_metric_families(Metrics(engine).text().decode()))
-    exported = {
-        name: (family.type, family.documentation)
-        for family in families
-        for name in {sample.name for sample in family.samples}
-    }
-    rows = re.findall(r"^\| `(dspark:\w+)` \| (\w+) \| ([^|]+) \| (.+?)(?: \(label .*)?\.? \|$", DOCS.read_text(), re.M)
-    documented = {name: (kind, meaning.rstrip(".")) for name, kind, _, meaning in rows}
-    # A note on labels stands before the full stop in the table.
-    told = {n: (k, re.sub(r", by position$", ", by position", m)) for n, (k, m) in documented.items()}
-    assert told == {name: (kind, text.rstrip(".")) for name, (kind, text) in exported.items()}
-
-
-async def test_metrics_are_served() -> None:
-    from server.app import create_app
-
-    engine = AsyncEngine(watched().engine)
-    engine.info["target"] = "tiny"
-    async with client_of(create_app(engine, ServerConfig())) as client:
-        response = await client.get("/metrics")
-    assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/plain; version=")
-    assert "dspark:spec_decode_num_drafts_total 0.0" in response.text
