@@ -38,6 +38,7 @@ def test_figures_equal_their_slow_references(seed: int, bins: int) -> None:
 
 
 def test_the_mean_confidence_of_a_bin_counts_not_its_middle() -> None:
+    """Case V5."""
     assert ece(np.full(100, 0.99), np.ones(100), bins=10) == pytest.approx(0.01)
 
 
@@ -48,12 +49,14 @@ def test_errors_of_one_bin_cancel_and_those_of_two_do_not() -> None:
 
 
 def test_certain_and_right_is_0_and_certain_and_wrong_is_1() -> None:
+    """Case V2."""
     for mass in (False, True):
         assert ece([0.0, 1.0], [0, 1], mass=mass) == 0
         assert ece([0.0, 1.0], [1, 0], mass=mass) == 1
 
 
 def test_both_ends_fall_in_a_bin_and_empty_bins_are_left_out() -> None:
+    """Cases V2 and V4."""
     assert reliability([0.0, 1.0, 0.95, 0.3], [0, 1, 0, 1], bins=10) == [
         Bin(0.0, 0.0, 1),
         Bin(0.3, 1.0, 1),
@@ -97,6 +100,7 @@ def test_brier() -> None:
 
 
 def test_what_has_no_value_is_none() -> None:
+    """Case V4."""
     source = np.random.default_rng(0)
     assert [f([], []) for f in (ece, auroc, brier)] == [None] * 3
     assert ece([], [], mass=True) is None

@@ -194,6 +194,7 @@ def test_a_shorter_block_needs_its_own_calibration(draft: Path, caplog: pytest.L
 
 
 def test_a_draft_without_a_confidence_head(draft: Path) -> None:
+    """Case R15."""
     for file in ("config.json",):
         content = json.loads((draft / file).read_text())
         content["enable_confidence_head"] = False
