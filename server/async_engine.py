@@ -156,7 +156,8 @@ class AsyncEngine:
             return
         scheduler = self.engine.scheduler
         if count > (most := scheduler.max_num_seqs + self.max_queue):
-            raise RequestError(f"n is {count}, expected at most {most}: so many may run and wait here", "n")
+            expected = f"expected at most {most}, as many as may run and wait here"
+            raise RequestError(f"found {count} choices (n for every prompt), {expected}", "n")
         with self._wake:
             waiting = self.num_waiting
             free = max(scheduler.max_num_seqs - self.num_running, 0)

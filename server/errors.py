@@ -86,7 +86,8 @@ async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code in (404, 405):
-        message = f"{http.method} {http.url.path}: {message}; expected one of {', '.join(http.app.state.endpoints)}"
+        asked, known = f"{http.method} {http.scope['path']}", ", ".join(http.app.state.endpoints)
+        message = f"{asked}: {message}; expected one of {known}"
     return error_response(http.scope, message, error.status_code, _CODES.get(error.status_code), error.headers)
 
 

@@ -104,10 +104,21 @@ class StructuredOutputs(BaseModel):
         return self
 
 
-class SamplingFields(BaseModel):
-    """How an answer is sampled. An optional field that is null counts as absent. Ranges are SamplingParams' own."""
+class Fields(BaseModel):
+    """Base of what requests hold: a field that is null counts as absent."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
+
+
+class SamplingFields(Fields):
+    """How an answer is sampled. Ranges are SamplingParams' own."""
 
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -127,13 +138,6 @@ class SamplingFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     speculative: Annotated[bool | Literal["full"], BeforeValidator(_how_far)] = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
 
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingFields:

@@ -134,7 +134,8 @@ class ChatTemplate:
         """Check `messages` and bring them into the form templates expect; the input is left as it is.
 
         Content becomes one string: text parts are joined, an absent content beside tool calls is empty. The
-        role "developer" becomes "system" unless the template knows it.
+        role "developer" becomes "system" unless the template knows it. Other keys that are null, and tool calls of
+        which there are none, are left out: templates ask whether they are there.
 
         Raises:
             RequestError: no messages, an unknown role, or content that is not text; it names the place.
@@ -154,7 +155,10 @@ class ChatTemplate:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise RequestError(f"{place}.content is missing", "messages")
-        return message | {"role": role, "content": _text_of(content, f"{place}.content")}
+        given = {
+            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
+        }
+        return given | {"role": role, "content": _text_of(content, f"{place}.content")}
 
 
 def _text_of(content: Any, place: str) -> str:

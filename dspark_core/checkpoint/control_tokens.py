@@ -46,8 +46,14 @@ class ControlTokens:
             A copy of the messages, and private-use character -> control token (empty: nothing was swapped).
 
         Raises:
-            RequestError: the messages already use every private-use character.
+            RequestError: the messages already use every private-use character, or are nested too deeply.
         """
+        try:
+            return self._hide(messages)
+        except RecursionError:
+            raise RequestError("messages or what belongs to them is nested too deeply", "messages") from None
+
+    def _hide(self, messages: Any) -> tuple[Any, dict[str, str]]:
         text = json.dumps(messages, ensure_ascii=False)
         spelled = [token for token in self.ids if json.dumps(token, ensure_ascii=False)[1:-1] in text]
         used = set(text) if spelled else set()

@@ -34,6 +34,8 @@ class ChatRequest(OpenAIFields):
         "web_search_options": "the server reaches no network",
         "reasoning_effort": "use chat_template_kwargs, if the model's template knows any",
         "verbosity": "ask for it in a message",
+        "chat_template": "the model's own is used",
+        "documents": "write them into a message",
         "echo": "use /v1/completions",
         "continue_final_message": "use /v1/completions",
     }

@@ -25,7 +25,11 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's own
 class CompletionRequest(OpenAIFields):
     """Body of POST /v1/completions."""
 
-    refused: ClassVar[dict[str, str]] = {**REFUSED, "suffix": "the models served here only continue a text"}
+    refused: ClassVar[dict[str, str]] = {
+        **REFUSED,
+        "suffix": "the models served here only continue a text",
+        "add_special_tokens": "send token ids",
+    }
 
     prompt: Any = None
     echo: bool = False  # before max_tokens, whose least value it decides

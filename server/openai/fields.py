@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import ConfigDict, model_validator
 
 from dspark_core.errors import RequestError
 from dspark_core.settings import quote
-from server.fields import SamplingFields, Text, read_fields
+from server.fields import Fields, SamplingFields, Text, read_fields
 from server.protocol import MODEL_NOT_FOUND, parse_object
 
 _STRUCTURED = "structured_outputs"
@@ -27,13 +27,24 @@ REFUSED: dict[str, str] = {
     "typical_p": "use top_p or min_p",
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "lora_request": "one model is served",
+    "repeat_penalty": "use repetition_penalty",
+    "skip_special_tokens": "special tokens are never part of a text",
+    "include_stop_str_in_output": "stop texts are never part of a text",
+}
+# With these values they ask for nothing, as others do with null, false, and what is empty.
+_OFF = {
+    "length_penalty": 1,
+    "typical_p": 1,
+    "repeat_penalty": 1,
+    "skip_special_tokens": True,
+    "add_special_tokens": True,
 }
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """OpenAI's `stream_options`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = False
 
@@ -70,12 +81,17 @@ def parse_body(model: type[AnyBody], body: bytes, served: str) -> AnyBody:
     """
     values = parse_object(body)
     for name, reason in model.refused.items():
-        # What is switched off asks for nothing.
-        if values.get(name) not in (None, False, [], {}):
+        if _asks_for_something(name, values.get(name)):
             raise RequestError(f"{name}: found {quote(values[name])}, which is not supported: {reason}", name)
     request = read_fields(model, values)
     check_model(request.model, served)
     return request
+
+
+def _asks_for_something(name: str, value: Any) -> bool:
+    if name in _OFF:
+        return value not in (None, _OFF[name])
+    return value is not None and value is not False and value not in ([], {}, "")
 
 
 def check_model(name: str | None, served: str) -> None:

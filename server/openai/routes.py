@@ -33,6 +33,7 @@ def openai_routes(engine: AsyncEngine, model: str) -> APIRouter:
         request = parse_body(CompletionRequest, await http.body(), model)
         given = request.prompts()
         note_prompt(http.scope, {"prompt": given})
+        engine.check_queue(len(given) * request.n)  # a body holds millions of prompts: before any work on them
         ids = await asyncio.to_thread(lambda: [tokenizer.encode(p) if isinstance(p, str) else p for p in given])
         grammar = await compile_grammar(engine, request.grammar_source())
         places = [place for place in range(len(given)) for _ in range(request.n)]

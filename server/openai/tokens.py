@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
-from server.fields import Text, TokenId
+from server.fields import Fields, Text, TokenId
 from server.openai.tools import spoken_arguments
 from server.protocol import Json, token_text
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Fields):
     """Body of POST /tokenize: a prompt or messages."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore")
 
     prompt: Text | None = None
     messages: Annotated[list[Any], Field(min_length=1)] | None = None
@@ -44,10 +44,10 @@ class TokenizeRequest(BaseModel):
         return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, **texts}
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Fields):
     """Body of POST /detokenize."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore")
 
     tokens: list[TokenId]
 

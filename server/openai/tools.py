@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from dspark_core.errors import RequestError
 from dspark_core.grammar import JSON_BLANKS
+from dspark_core.settings import quote
 from server.fields import GrammarSource
 from server.protocol import Json
 
@@ -54,18 +54,21 @@ class ToolFormat:
         if not self.opening:
             call = self._call(text.strip(), names)
             return ("", [call]) if call else (text, [])
-        calls, said = [], text
-        pattern = re.compile(f"{re.escape(self.opening.strip())}(.*?){re.escape(self.closing.strip())}", re.DOTALL)
-        for match in pattern.finditer(text):
-            if call := self._call(match[1].strip(), names):
-                calls.append(call)
-                said = said.replace(match[0], "", 1)
-        return (said.strip() if calls else text), calls
+        opening, closing = self.opening.strip(), self.closing.strip()
+        calls, said, rest = list[Json](), list[str](), 0
+        # Not by a regular expression: it would take the square of a text that only opens calls.
+        while (start := text.find(opening, rest)) >= 0 and (end := text.find(closing, start)) >= 0:
+            call = self._call(text[start + len(opening) : end].strip(), names)
+            end += len(closing)
+            said.append(text[rest : start if call else end])
+            calls += [call] if call else []
+            rest = end
+        return ("".join([*said, text[rest:]]).strip() if calls else text), calls
 
     def _call(self, text: str, names: Sequence[str]) -> Json | None:
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(found, dict) or found.get("name") not in names:
             return None
@@ -97,7 +100,7 @@ def functions_of(tools: Sequence[Any]) -> list[Json]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = '{"type": "function", "function": {"name": ...}}'
-            raise RequestError(f"tools[{place}]: found {json.dumps(tool)[:80]}, expected {expected}", "tools")
+            raise RequestError(f"tools[{place}]: found {quote(tool)}, expected {expected}", "tools")
         if not isinstance(function.get("parameters") or {}, dict):
             raise RequestError(f"tools[{place}].function.parameters: expected a JSON schema", "tools")
         functions.append(function)
@@ -113,7 +116,7 @@ def spoken_arguments(messages: Sequence[Any]) -> list[Any]:
             return call
         try:
             arguments = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return call  # what a model once got wrong is shown to it as it was
         return {**call, "function": {**function, "arguments": arguments}}
 

@@ -108,7 +108,7 @@ def _part(path: str, event: dict[str, Any]) -> tuple[str, str | None, bytes]:
     (choice,) = event["choices"]
     logprobs = choice["logprobs"] or {}
     if path == COMPLETIONS:
-        raw = b"".join(map(_spelled, logprobs.get("tokens", ())))
+        raw = b"".join(map(spelled, logprobs.get("tokens", ())))
         return choice["text"], choice["finish_reason"], raw
     said = choice["message"] if "message" in choice else choice["delta"]
     return said.get("content") or "", choice["finish_reason"], _bytes(logprobs.get("content", ()))
@@ -118,7 +118,7 @@ def _bytes(entries: Any) -> bytes:
     return b"".join(bytes(entry["bytes"]) for entry in entries)
 
 
-def _spelled(name: str) -> bytes:
+def spelled(name: str) -> bytes:
     """The bytes of a token of completions, where half a character is written `bytes:\\xf0`."""
     if name.startswith("bytes:"):
         return bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))

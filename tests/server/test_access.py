@@ -73,6 +73,11 @@ async def test_some_pages_need_no_key(path: str) -> None:
         assert (await client.get(path)).status_code == 200
 
 
+async def test_health_can_be_asked_without_a_body() -> None:
+    async with client_of(make_app(FakeEngine(), api_key=KEYS)) as client:
+        assert (await client.head("/health")).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/playground/../generate", "/playground", "//generate", "/health/", "/HEALTH"])
 async def test_paths_that_resemble_those_reach_nothing(path: str) -> None:
     engine = FakeEngine()
@@ -91,7 +96,7 @@ async def test_the_version_tells_names_and_no_places(tmp_path: Path) -> None:
 PREFLIGHT = {
     "Origin": "https://a.org",
     "Access-Control-Request-Method": "POST",
-    "Access-Control-Request-Headers": "authorization,content-type",
+    "Access-Control-Request-Headers": "authorization,content-type,openai-organization,x-stainless-lang",  # OpenAI's own
 }
 
 

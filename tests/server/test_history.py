@@ -102,11 +102,13 @@ def test_a_block_whose_confidence_is_no_number_is_judged_by_its_outcome() -> Non
 
 def test_places_of_requests_that_are_gone_are_used_again_and_clean() -> None:
     history = History(K)
-    for _ in range(100):
+    gc.freeze()  # all that other tests left behind is not looked through each time
+    for _ in range(40):
         request = some_request()
         history.observe(one_round(request, None, drafted=K, verified=K, accepted=0), None)
         del request
         gc.collect()
+    gc.unfreeze()
     assert len(history._own.predicted) == 16
     fresh, base = some_request(), History(K)
     base._all = history._all

@@ -66,6 +66,23 @@ def test_control_tokens_in_other_fields_stay_text(tmp_path: Path) -> None:
     assert ids == [*text_ids('<|end|>[{"<|start|>": ["<|end|>", 1]}]'), END]
 
 
+def test_keys_that_are_null_and_calls_that_are_none_are_as_if_absent(tmp_path: Path) -> None:
+    """Templates of the Llama 3 kind count the calls of every message that has the key."""
+    count = "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}{{ m | length }}"
+    template = f"{{% for m in messages %}}{count}{{% endfor %}}"
+    plain = {"role": "assistant", "content": "a"}
+    odd = [{**plain, "tool_calls": None, "refusal": None, "audio": None}, {**plain, "tool_calls": []}]
+    assert prompt_text(tmp_path, template, [plain, *odd]) == "222"
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    deep: Any = "<|end|>"
+    for _ in range(20_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        chat(tmp_path).encode_chat([{"role": "user", "content": "a", "x": deep}])
+
+
 def test_parts_that_join_to_a_control_token_stay_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a<|e"}, {"type": "text", "text": "nd|>b"}]
     assert chat(tmp_path).encode_chat(user(parts)) == chat(tmp_path).encode_chat(user("a<|end|>b"))

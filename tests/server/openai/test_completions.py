@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from server.engine import Engine
+from tests.server.endpoints import spelled
 from tests.server.engines import reference_greedy, target_logits
 from tests.server.openai.conftest import MODEL
 
@@ -96,18 +97,26 @@ def test_a_seed_gives_every_choice_its_own_text_and_all_of_them_again(client: op
 
 def test_logprobs_are_the_targets_own(client: openai.OpenAI, engine: Engine) -> None:
     """Cases J1 and J2: before temperature and filters, one entry a token."""
-    body = {"prompt": "Once", "max_tokens": 10, "logprobs": 3, "temperature": 0.7, "top_p": 0.5, "model": MODEL}
+    body = {
+        "prompt": "Once",
+        "max_tokens": 10,
+        "logprobs": 3,
+        "temperature": 0.7,
+        "top_p": 0.5,
+        "seed": 1,
+        "model": MODEL,
+    }
     found = client.completions.create(**body).choices[0].logprobs
     assert found is not None
     assert found.tokens
     assert found.token_logprobs
     assert found.top_logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 10
-    generated = [engine.tokenizer.encode_plain(token)[0] for token in found.tokens if not token.startswith("bytes:")]
-    if len(generated) == 10:
-        scores = target_logits([*ids_of(engine, "Once"), *generated]).log_softmax(-1)[3:-1]
-        expected = scores.gather(-1, torch.tensor(generated).unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(torch.tensor(found.token_logprobs), expected, atol=1e-4, rtol=0)
+    ids = {engine.tokenizer.token_bytes(token_id): token_id for token_id in range(engine.tokenizer.vocab_size)}
+    generated = [ids[spelled(token)] for token in found.tokens]
+    scores = target_logits([*ids_of(engine, "Once"), *generated]).log_softmax(-1)[3:-1]
+    expected = scores.gather(-1, torch.tensor(generated).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(torch.tensor(found.token_logprobs), expected, atol=1e-4, rtol=0)
     for token, own, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == own
         assert 3 <= len(top) <= 4

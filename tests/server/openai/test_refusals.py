@@ -61,6 +61,10 @@ def refusal(url: str, path: str, body: Any, status: int = 400) -> dict[str, Any]
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"length_penalty": 0}, "length_penalty"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
     ids=str,
 )
@@ -88,6 +92,7 @@ def test_fields_that_cannot_be_kept_are_named(url: str, path: str, fields: Any, 
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 2}, None),
         ({"suffix": "x"}, "suffix"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
     ],
     ids=repr,
 )
@@ -114,6 +119,8 @@ def _ascii_json(body: Any) -> bytes:
         ({"top_logprobs": 2}, None),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"type": "magic"}]}, "tools"),
+        ({"tools": [json.loads("[" * 900 + "]" * 900)]}, "tools"),
+        ({"messages": [{"role": "user", "content": "<|end|>", "x": json.loads("[" * 900 + "]" * 900)}]}, "messages"),
         ({"tool_choice": "required"}, None),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -139,6 +146,34 @@ def test_unknown_fields_are_ignored_and_null_is_absent(url: str, path: str) -> N
     for body in ({**nulls, **refused, **unknown}, *({name: None} for name in nulls)):
         response = httpx.post(f"{url}{path}", json={**PATHS[path], **body})
         assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_switched_off_asks_for_nothing(url: str, path: str) -> None:
+    off = {
+        "suffix": "",
+        "bad_words": [],
+        "guided_json": {},
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "typical_p": 1,
+        "repeat_penalty": 1,
+        "skip_special_tokens": True,
+        "stream": True,
+        "stream_options": {"include_usage": None},
+    }
+    response = httpx.post(f"{url}{path}", json={**PATHS[path], **off})
+    assert response.status_code == 200, response.text
+
+
+def test_more_prompts_than_could_ever_wait_are_refused_before_anything_is_made_of_them(
+    url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(engine.tokenizer, "encode", read.append)
+    error = httpx.post(f"{url}/v1/completions", json={"prompt": ["a"] * 50, "n": 16}).json()["error"]
+    assert (error["param"], read) == ("n", [])
+    assert "800 choices" in error["message"]
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(client: openai.OpenAI, engine: Engine) -> None:

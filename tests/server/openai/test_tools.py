@@ -193,8 +193,22 @@ def test_a_stream_in_any_pieces_finds_what_the_whole_text_holds(case: tuple[Tool
     assert [call["function"] for call in calls] == [call["function"] for call in expected]
 
 
-def test_arguments_that_are_no_json_stay_as_they_are() -> None:
-    call = {"function": {"name": "a", "arguments": "{oops"}}
+def test_a_text_that_only_opens_calls_is_searched_once() -> None:
+    """Its square would take hours."""
+    text = "<tool_call>" * 300_000
+    assert HERMES.find(text, ["time"]) == (text, [])
+    assert [call["function"]["name"] for call in HERMES.find(NOON + text, ["time"])[1]] == ["time"]
+
+
+@pytest.mark.parametrize("known", [HERMES, LLAMA])
+def test_a_call_that_is_nested_too_deeply_is_text(known: ToolFormat) -> None:
+    text = known.opening + "[" * 100_000 + known.closing
+    assert known.find(text, ["time"]) == (text, [])
+
+
+@pytest.mark.parametrize("arguments", ["{oops", "[" * 100_000])
+def test_arguments_that_are_no_json_stay_as_they_are(arguments: str) -> None:
+    call = {"function": {"name": "a", "arguments": arguments}}
     message = {"role": "assistant", "tool_calls": [call, "odd"]}
     assert spoken_arguments([message, "odd"]) == [message, "odd"]
 
