@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dspark_core.settings import quote
 from server import deadline
 from server.config import ServerConfig
 from server.errors import error_response
@@ -22,6 +25,14 @@ OPEN_FOLDER = "/playground/"
 # Answered while the server drains: what tells how far it is.
 STATE_PATHS = ("/health", "/version", "/metrics")
 _SCHEME = b"bearer "
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a name or address can mean no other machine than this one."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -38,6 +49,7 @@ class Gate:
     def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
         self.app, self.drain = app, drain
         self.keys = [key.encode() for key in config.api_key]
+        self.origins, self.loopback = config.cors_origins, is_loopback(config.host)
         self.max_body_mb, self.request_timeout = config.max_body_mb, config.request_timeout
         self.retry_after = max(config.drain_seconds, 1)
 
@@ -60,6 +72,8 @@ class Gate:
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         if self.keys and not is_open and (complaint := self._complaint(scope)):
             return error_response(scope, complaint, 401, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+        if not self.keys and (complaint := self._cross_origin(scope)):
+            return error_response(scope, complaint, 403, "cross_origin")
         if self.drain.begun and path not in STATE_PATHS:
             headers = {"Retry-After": str(self.retry_after), "Connection": "close"}
             return error_response(scope, f"{STOPPING}; ask another, or later", 503, "draining", headers)
@@ -79,6 +93,22 @@ class Gate:
         if not any(matches):
             return f"the API key is not one of this server, {expected}"
         return None
+
+    def _cross_origin(self, scope: Scope) -> str | None:
+        """Why a page that a browser has open may not ask a server without keys: any page could, unseen by the user.
+
+        A page of a name that was made to point at this machine calls itself one of ours; on a loopback address such
+        names are known to be none.
+        """
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get(b"origin")
+        if origin is None or origin in self.origins or "*" in self.origins:
+            return None
+        ours = origin.partition("://")[2] == headers.get(b"host")
+        if ours and (not self.loopback or is_loopback(urlsplit(origin).hostname)):
+            return None
+        expected = "expected one of --cors-origins, or a server with --api-key"
+        return f"the page {quote(origin)} is not of this server, {expected}"
 
     def _limited(self, receive: Receive) -> Receive:
         """The request's channel: HTTPException once the body is longer than allowed, or is not whole in time."""

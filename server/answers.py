@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 
 from fastapi import Request, Response
@@ -21,4 +22,4 @@ async def answer(http: Request, generation: Generation, *, stream: bool) -> Resp
             content = await while_connected(http.receive, generation.reply())
         finally:  # the log tells how far it came, too
             note(http.scope, **generation.figures())
-    return json_response(content)
+    return await asyncio.to_thread(json_response, content)

@@ -40,7 +40,13 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
             await asyncio.to_thread(engine.stop)
 
     drain = Drain()
-    app = FastAPI(title="dspark", lifespan=lifespan, openapi_url=None, middleware=_middleware(config, drain))
+    app = FastAPI(
+        title="dspark",
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,  # behind a proxy the address would be a wrong one
+        middleware=_middleware(config, drain),
+    )
     app.state.drain = drain
     model = config.served_model_name or engine.info["target"].partition(" (")[0]
     routers = [_routes(engine, config, drain, model), openai_routes(engine, model), playground_routes()]
@@ -81,6 +87,7 @@ def _routes(engine: AsyncEngine, config: ServerConfig, drain: Drain, model: str)
     async def generate(http: Request) -> Response:
         request = parse_generate(await http.body())
         note_prompt(http.scope, request.model_dump(include={"prompt", "prompt_ids", "messages"}, exclude_none=True))
+        engine.check_queue(request.n)  # before any work
         prompt_ids = await asyncio.to_thread(request.prompt_tokens, engine.tokenizer)
         grammar = await compile_grammar(engine, request.grammar_source())
         jobs = [(prompt_ids, request.params(index, grammar)) for index in range(request.n)]

@@ -152,7 +152,9 @@ def serve(config: ServerConfig, sock: socket.socket) -> None:
     info = {**engine.info, "access": access(config)}
     print(banner(info, *sock.getsockname()[:2], needs_key=bool(config.api_key)), flush=True)
     grace = config.drain_seconds
-    Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=grace)).run([sock])
+    Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=grace)).run(
+        [sock]
+    )
 
 
 def check(config: ServerConfig) -> None:

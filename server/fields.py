@@ -17,6 +17,7 @@ from server.request import RequestParams
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  # characters
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -41,6 +42,10 @@ def _numbered(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _random_is_absent(value: Any) -> Any:
+    return None if value == -1 else value  # as vLLM and llama.cpp have it
+
+
 def _how_far(value: Any) -> Any:
     if not isinstance(value, bool) and value != "full":
         raise ValueError(f'found {quote(value)}, expected true, false or "full"')
@@ -48,7 +53,9 @@ def _how_far(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_whole_characters)]
-StopString = Annotated[str, Field(min_length=1), BeforeValidator(_whole_characters)]
+SomeText = Annotated[str, Field(min_length=1), BeforeValidator(_whole_characters)]
+# Every token is compared with what a stop may yet become, at the cost of its square.
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), BeforeValidator(_whole_characters)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -92,7 +99,7 @@ class StructuredOutputs(BaseModel):
     json_: dict[str, Any] | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: Text | None = None
-    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    choice: Annotated[list[SomeText], Field(min_length=1)] | None = None
     grammar: Text | None = None
 
     @model_validator(mode="after")
@@ -128,7 +135,7 @@ class SamplingFields(Fields):
     frequency_penalty: float = SamplingParams.frequency_penalty
     repetition_penalty: float = SamplingParams.repetition_penalty
     logit_bias: Annotated[dict[TokenId, float], BeforeValidator(_numbered)] = {}
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED), BeforeValidator(_random_is_absent)] = None
     stop: Annotated[list[StopString], BeforeValidator(_one_or_many), Field(max_length=MAX_STOPS)] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Protocol
 
 from dspark_core.grammar import Grammar
@@ -12,6 +14,9 @@ from server.async_engine import AsyncEngine, Stream
 from server.fields import GrammarSource
 from server.protocol import Json
 from server.request import Delta, RequestParams
+
+# One thread for all: large grammars then wait for each other, and nobody else waits for them.
+_GRAMMARS = ThreadPoolExecutor(1, "grammar")
 
 
 class Writer(Protocol):
@@ -100,7 +105,7 @@ class Generation:
                 if delta.error is not None:
                     raise GenerationError(delta.error)
                 choices[index].append(delta)
-        return self.writer.reply(choices)
+        return await asyncio.to_thread(self.writer.reply, choices)  # many log-probabilities take long to word
 
 
 def open_streams(engine: AsyncEngine, jobs: Sequence[tuple[list[int], RequestParams]]) -> list[Stream]:
@@ -120,4 +125,5 @@ async def compile_grammar(engine: AsyncEngine, wanted: GrammarSource | None) -> 
     """The grammar that a request asks for, if any; RequestError when it cannot be followed."""
     if wanted is None:
         return None
-    return await asyncio.to_thread(engine.engine.grammars.compile, *wanted)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_GRAMMARS, partial(engine.engine.grammars.compile, *wanted))

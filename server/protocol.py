@@ -155,4 +155,4 @@ def _token_logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
 
 def finite_logprob(logprob: float) -> float:
     """A number that JSON can hold."""
-    return max(logprob, _LOWEST_LOGPROB)
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN too

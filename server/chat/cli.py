@@ -14,6 +14,7 @@ from rich.console import Console
 from dspark_core.program import fail
 from dspark_core.settings import Parser, Settings, UsageError, flag, public_fields, setting
 from dspark_core.sources import Layers, read_environment, variable
+from server.chat.answer import printable
 from server.chat.client import ChatError, Client
 from server.chat.session import DraftUse, Session
 
@@ -84,7 +85,7 @@ def converse(session: Session) -> int:
     """Ask line by line until the user leaves; the exit code."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
-    session.note(f"{session.client.model()} at {session.client.url}; /help lists the commands")
+    session.note(f"{printable(session.client.model())} at {session.client.url}; /help lists the commands")
     session.notes.print(session.legend())
     interrupted = False
     while True:
@@ -105,7 +106,7 @@ def converse(session: Session) -> int:
             interrupted = True
             session.note("stopped; Ctrl-C once more, or Ctrl-D, leaves")
         except ChatError as error:
-            session.notes.out(f"error: {error}", style="red", highlight=False)
+            session.notes.out(f"error: {printable(str(error))}", style="red", highlight=False)
 
 
 def ask_once(session: Session) -> int:
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.closing(session.client):
             return converse(session) if sys.stdin.isatty() else ask_once(session)
     except ChatError as error:
-        return fail(PROGRAM, str(error), 1)
+        return fail(PROGRAM, printable(str(error)), 1)
     except KeyboardInterrupt:
         return fail(PROGRAM, "interrupted", 130)
 

@@ -157,7 +157,7 @@ class ChatWriter(OpenAIWriter):
         if found:
             yield self._chunk(index, {"tool_calls": [{"index": i, **call} for i, call in enumerate(found)]})
         if delta.finish_reason:
-            yield self._chunk(index, {}, finish_reason="tool_calls" if found else delta.finish_reason)
+            yield self._chunk(index, {}, finish_reason=_reason(delta, found))
 
     def choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         """A message, and why it ended."""
@@ -173,7 +173,7 @@ class ChatWriter(OpenAIWriter):
             "index": index,
             "message": message,
             "logprobs": self._logprobs(deltas),
-            "finish_reason": "tool_calls" if found else deltas[-1].finish_reason,
+            "finish_reason": _reason(deltas[-1], found),
         }
 
     def _permitted(self, found: list[Json]) -> list[Json]:
@@ -187,3 +187,8 @@ class ChatWriter(OpenAIWriter):
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self.chunk(choice)
+
+
+def _reason(last: Delta, calls: Sequence[Json]) -> str | None:
+    """Calls are why an answer ended, unless it was cut: then there may have been more of them."""
+    return "tool_calls" if calls and last.finish_reason == "stop" else last.finish_reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.errors import RequestError
@@ -22,6 +22,10 @@ from server.request import Delta, RequestParams
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own
 
 
+def _off_is_absent(value: Any) -> Any:
+    return None if value is False else value
+
+
 class CompletionRequest(OpenAIFields):
     """Body of POST /v1/completions."""
 
@@ -34,7 +38,7 @@ class CompletionRequest(OpenAIFields):
     prompt: Any = None
     echo: bool = False  # before max_tokens, whose least value it decides
     max_tokens: Annotated[int, Field(ge=0)] = DEFAULT_MAX_TOKENS
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS), BeforeValidator(_off_is_absent)] = None
     best_of: int | None = None
 
     @field_validator("max_tokens")
@@ -111,25 +115,27 @@ class CompletionWriter(OpenAIWriter):
 
     def choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         """What `deltas` add to a choice; its first ones begin with the prompt if that is to be echoed."""
-        first = index not in self._logprobs
-        prompt, prompt_ids = self.prompts[index // self.request.n]
-        echo = ""
-        if first and self.request.echo:
-            echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        if first:
-            self._logprobs[index] = CompletionLogprobs(self.tokenizer)
-        scored = self.request.max_tokens == 0  # the prompt alone
-        entries = [] if scored else [entry for delta in deltas for entry in delta.logprobs or ()]
-        logprobs = None
+        echo = self._echo(index)
+        if self.request.max_tokens == 0:  # the prompt alone is scored
+            return {"index": index, **echo, "finish_reason": "length"}
+        self.count(index, deltas[-1])
+        text, logprobs = echo["text"] + "".join(delta.text for delta in deltas), None
         if self.request.logprobs is not None:
-            if echo:
-                entries = [*self.streams[index].request.prompt_logprobs, *entries]
-            logprobs = self._logprobs[index].of(entries, prompt_ids[0] if echo else None)
-        if not scored:
-            self.count(index, deltas[-1])
-        return {
-            "index": index,
-            "text": echo if scored else echo + "".join(delta.text for delta in deltas),
-            "logprobs": logprobs,
-            "finish_reason": "length" if scored else deltas[-1].finish_reason,
-        }
+            logprobs = self._logprobs[index].of([entry for delta in deltas for entry in delta.logprobs or ()])
+            if echo["logprobs"]:
+                logprobs = {name: values + logprobs[name] for name, values in echo["logprobs"].items()}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish_reason}
+
+    def _echo(self, index: int) -> Json:
+        """What stands before a choice's first words: the prompt and its scores, if they are to be repeated."""
+        nothing: Json = {"text": "", "logprobs": None}
+        if index in self._logprobs:
+            return nothing
+        scores = self._logprobs[index] = CompletionLogprobs(self.tokenizer)
+        if not self.request.echo:
+            return nothing
+        prompt, ids = self.prompts[index // self.request.n]
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        # Whole since before the first delta was sent, and not touched again.
+        entries = self.streams[index].request.prompt_logprobs
+        return {"text": text, "logprobs": None if self.request.logprobs is None else scores.of(entries, ids[0])}

@@ -38,7 +38,8 @@ class CompletionLogprobs:
         name = self._name(token_id)
         for key, value in zip(fields, (name, logprob, top, self.place), strict=True):
             fields[key].append(value)
-        self.place += len(token_text(self.tokenizer, token_id))
+        if token_id not in self.tokenizer.special_ids:  # which are no text
+            self.place += len(token_text(self.tokenizer, token_id))
 
     def _name(self, token_id: int) -> str:
         """A token as text; one that is no whole character is spelled, so that no two tokens have one name."""

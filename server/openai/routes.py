@@ -47,6 +47,7 @@ def openai_routes(engine: AsyncEngine, model: str) -> APIRouter:
     async def chat(http: Request) -> Response:
         request = parse_body(ChatRequest, await http.body(), model)
         note_prompt(http.scope, {"messages": request.messages})
+        engine.check_queue(request.n)  # before any work
         prompt_ids = await asyncio.to_thread(request.prompt_tokens, tokenizer)
         calls = request.tool_format(tokenizer)
         grammar = await compile_grammar(engine, request.forced_call(calls) or request.grammar_source())

@@ -235,3 +235,45 @@ async def test_requests_are_counted_while_they_run_however_they_end() -> None:
         assert app.state.drain.running == 0
         await client.post("/generate", content=b"no JSON")
         assert app.state.drain.running == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "origin", "status"),
+    [
+        ("127.0.0.1", "localhost:8000", None, 200),
+        ("127.0.0.1", "localhost:8000", "http://localhost:8000", 200),
+        ("127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:8000", 200),
+        ("::1", "[::1]:8000", "http://[::1]:8000", 200),
+        ("0.0.0.0", "box.lan:8000", "http://box.lan:8000", 200),
+        ("127.0.0.1", "localhost:8000", "https://friend.example", 200),
+        ("127.0.0.1", "localhost:8000", "https://evil.example", 403),
+        ("127.0.0.1", "localhost:8000", "http://localhost:9000", 403),
+        ("127.0.0.1", "localhost:8000", "null", 403),
+        ("127.0.0.1", "evil.example:8000", "http://evil.example:8000", 403),
+        ("0.0.0.0", "box.lan:8000", "https://evil.example", 403),
+    ],
+)
+async def test_a_page_of_another_origin_may_not_ask_a_server_without_keys(
+    host: str, header: str, origin: str | None, status: int
+) -> None:
+    engine = FakeEngine()
+    headers = {"Host": header, **({"Origin": origin} if origin else {})}
+    async with client_of(make_app(engine, host=host, cors_origins=("https://friend.example",))) as client:
+        response = await client.post("/generate", json=BODY, headers=headers)
+    assert response.status_code == status
+    if status == 403:
+        assert response.json()["error"]["code"] == "cross_origin"
+        assert origin is not None
+        assert origin in response.json()["error"]["message"]
+        assert not engine.submitted
+
+
+async def test_with_a_key_the_page_does_not_matter() -> None:
+    async with client_of(make_app(FakeEngine(), api_key=KEYS)) as client:
+        headers = {**bearer("first-key"), "Origin": "https://elsewhere.example"}
+        assert (await client.post("/generate", json=BODY, headers=headers)).status_code == 200
+
+
+async def test_a_path_with_a_slash_too_many_is_told_and_not_sent_elsewhere() -> None:
+    async with client_of(make_app(FakeEngine())) as client:
+        assert (await client.post("/generate/", json=BODY)).status_code == 404

@@ -84,7 +84,7 @@ def test_stop_is_a_string_or_a_list(stop: Any, expected: list[str]) -> None:
         ("temperature", "hot", "temperature", 'found "hot", expected a valid number'),
         ("temperature", True, "temperature", "found true, expected a valid number"),
         ("top_k", 1.0, "top_k", "found 1.0, expected a valid integer"),
-        ("seed", -1, "seed", "found -1, expected greater than or equal to 0"),
+        ("seed", -2, "seed", "found -2, expected greater than or equal to 0"),
         ("seed", 2**63, "seed", f"found {2**63}, expected less than or equal to {2**63 - 1}"),
         ("n", 0, "n", "found 0, expected greater than or equal to 1"),
         ("n", 17, "n", "found 17, expected less than or equal to 16"),

@@ -199,6 +199,8 @@ def test_tokenize_and_back(url: str, engine: Engine) -> None:
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), engine.max_model_len)
     assert "".join(found["token_strs"]) == "Hello"
     assert post("/detokenize", {"tokens": found["tokens"]}) == {"prompt": "Hello"}
+    plain = post("/tokenize", {"prompt": "Hello"})
+    assert post("/tokenize", {"prompt": "Hello", "add_special_tokens": None, "messages": None}) == plain
     chat = post("/tokenize", {"messages": HELLO})
     assert chat["tokens"] == prompt_of(engine)
     error = post("/detokenize", {"tokens": [2**40]})["error"]

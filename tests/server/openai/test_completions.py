@@ -153,6 +153,19 @@ def test_echo_scores_the_prompt(url: str, engine: Engine, max_tokens: int, strea
         assert offsets[: len(ids)] == list(range(len(ids)))
 
 
+def test_what_is_switched_off_is_absent(client: openai.OpenAI) -> None:
+    off: dict[str, Any] = {"logprobs": False, "seed": -1}
+    answers = [client.completions.create(prompt="Once", max_tokens=12, model=MODEL, extra_body=off) for _ in range(2)]
+    assert answers[0].choices[0].logprobs is None
+    assert len({answer.choices[0].text for answer in answers}) == 2
+
+
+def test_places_in_the_text_leave_control_tokens_out(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt=[0, 35, 36], max_tokens=1, echo=True, logprobs=0, model=MODEL)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.text_offset == [0, 0, 1, 2]
+
+
 def test_sampling_fields_reach_the_engine(client: openai.OpenAI, engine: Engine) -> None:
     forbidden = reference_greedy(tuple(ids_of(engine, "Once")), 1)[0]
     answer = client.completions.create(prompt="Once", max_tokens=4, logit_bias={str(forbidden): -100}, **GREEDY)

@@ -44,6 +44,7 @@ def refusal(url: str, path: str, body: Any, status: int = 400) -> dict[str, Any]
         ({"stop": ""}, "stop[0]"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": [1]}, "stop[0]"),
+        ({"stop": ["a", "b" * 1001]}, "stop[1]"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),

@@ -164,6 +164,19 @@ def test_one_call_where_only_one_is_wanted() -> None:
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_cut_says_so_whatever_it_called(stream: bool) -> None:
+    async def script(prompt_ids: list[int], params: RequestParams) -> AsyncIterator[Delta]:
+        yield delta(f"{NOON}<tool_call>{{")
+        yield delta("", finish_reason="length")
+
+    app = make_app(FakeEngine(script, ToolTokenizer()), served_model_name=MODEL)
+    with server_of(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer: Any = client.chat.completions.create(messages=HELLO, tools=TOOLS, stream=stream, model=MODEL)
+        _, calls, reason = calls_of(answer, stream)
+    assert ([name for name, _ in calls], reason) == (["time"], "length")
+
+
 BARE = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
