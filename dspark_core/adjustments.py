@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,9 +62,7 @@ class Adjustments:
     def __init__(self, source: RowSource, device: torch.device) -> None:
         self.source, self.device = source, device
         self._penalties = Penalties(source, device) if source.params.penalised else None
-        ids, values = zip(*source.params.logit_bias, strict=True) if source.params.logit_bias else ((), ())
-        self._bias = tensor_on(device, list(ids)), tensor_on(device, list(values), torch.float32)
-        self._banned: Tensor | None = None
+        self._banned_ids: Tensor | None = None
         self._masks: dict[tuple[int, ...], Tensor] = {}  # by block; drafting and verification ask the same
 
     def apply_(self, logits: Tensor, block_ids: Tensor, *, first: int = 0) -> None:
@@ -75,20 +74,31 @@ class Adjustments:
         if self._penalties:
             logits.copy_(self._penalties.apply(logits, block_ids, first=first))
         if self.source.params.logit_bias:
-            logits[:, self._bias[0]] += self._bias[1]
-        if self._banned is None:
-            self._banned = tensor_on(self.device, [i for i in self.source.banned_ids if i < logits.shape[-1]])
+            ids, values = self._bias
+            logits[:, ids] += values
         block = tuple(block_ids.tolist()) if self.source.constraint else ()
         for row in range(len(logits)):
             slot = first + row
             banned = slot < self.source.banned_slots
             if self.source.constraint:
                 mask = self._mask_after(self.source.constraint, block[:slot])
-                if banned and (left := mask.index_fill(0, self._banned, NEVER)).amax() == 0:
+                if banned and (left := mask.index_fill(0, self._banned(logits), NEVER)).amax() == 0:
                     mask = left  # else the text is whole, and has no other way than to end
                 logits[row].add_(mask)
-            elif banned and len(self._banned) < logits.shape[-1]:  # something must remain to be chosen
-                logits[row, self._banned] = NEVER
+            elif banned and len(ids := self._banned(logits)) < logits.shape[-1]:  # something must remain to be chosen
+                logits[row, ids] = NEVER
+
+    @cached_property
+    def _bias(self) -> tuple[Tensor, Tensor]:
+        """Ids, and what is added to their scores."""
+        ids, values = zip(*self.source.params.logit_bias, strict=True)
+        return tensor_on(self.device, list(ids)), tensor_on(self.device, list(values), torch.float32)
+
+    def _banned(self, logits: Tensor) -> Tensor:
+        """Banned ids, those that have a score."""
+        if self._banned_ids is None:
+            self._banned_ids = tensor_on(self.device, [i for i in self.source.banned_ids if i < logits.shape[-1]])
+        return self._banned_ids
 
     def _mask_after(self, constraint: Constraint, block: tuple[int, ...]) -> Tensor:
         if block not in self._masks:

@@ -151,10 +151,8 @@ def serve(config: ServerConfig, sock: socket.socket) -> None:
         app = create_app(AsyncEngine(engine, config.max_queue), config)
     info = {**engine.info, "access": access(config)}
     print(banner(info, *sock.getsockname()[:2], needs_key=bool(config.api_key)), flush=True)
-    grace = config.drain_seconds
-    Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=grace)).run(
-        [sock]
-    )
+    own_logs: dict[str, Any] = {"log_config": None, "access_log": False}
+    Server(uvicorn.Config(app, **own_logs, ws="none", timeout_graceful_shutdown=config.drain_seconds)).run([sock])
 
 
 def check(config: ServerConfig) -> None:

@@ -170,7 +170,7 @@ class Engine:
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         logits = output.logits[: layout.num_deciding]
-        parts = [output.logits.amax(-1).isfinite().long(), drafted.ids.flatten()]
+        parts = [logits.amax(-1).isfinite().long(), drafted.ids.flatten()]
         rows = sum(drafted.verify_lens) + len(drafted.verify_lens)
         if draft_round:
             parts += draft_round.verify(logits[:rows], drafted.ids, drafted.verify_lens)

@@ -18,6 +18,7 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
+ANY_OBJECT = {"type": "object"}  # as a schema
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -67,18 +68,31 @@ class GrammarSource(NamedTuple):
     field: str
 
 
-class JsonSchema(BaseModel):
+class Fields(BaseModel):
+    """Base of what requests hold: a field that is null counts as absent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
+
+
+class JsonSchema(Fields):
     """The `json_schema` of a response format; its name and description are for people, and `strict` is always so."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="ignore")
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """OpenAI's `response_format`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -91,10 +105,10 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Fields):
     """vLLM's `structured_outputs`: exactly one kind."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -109,19 +123,6 @@ class StructuredOutputs(BaseModel):
             found = " and ".join(given) or "none of them"
             raise ValueError(f"found {found}, expected exactly one of json, json_object, regex, choice and grammar")
         return self
-
-
-class Fields(BaseModel):
-    """Base of what requests hold: a field that is null counts as absent."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
 
 
 class SamplingFields(Fields):
@@ -158,11 +159,11 @@ class SamplingFields(Fields):
         if wanted and wanted.json_schema:
             return GrammarSource("json", wanted.json_schema.schema_, "response_format")
         if wanted and wanted.type == "json_object":
-            return GrammarSource("json", {"type": "object"}, "response_format")
+            return GrammarSource("json", ANY_OBJECT, "response_format")
         if (rules := self.structured_outputs) is None:
             return None
         kinds: dict[GrammarKind, Any] = {"regex": rules.regex, "choice": rules.choice, "grammar": rules.grammar}
-        kinds["json"] = {"type": "object"} if rules.json_object else rules.json_
+        kinds["json"] = ANY_OBJECT if rules.json_object else rules.json_
         kind, source = next(item for item in kinds.items() if item[1] is not None)
         return GrammarSource(kind, source, "structured_outputs")
 

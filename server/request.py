@@ -234,7 +234,9 @@ class Request:
     def source(self) -> RowSource:
         """What sampling needs to know for the next round; the tokens so far only where penalties look at them."""
         sampling = self.params.sampling
-        ends = self.constraint.end_ids if self.constraint else frozenset()  # whatever ignore_eos says
+        banned_slots, banned_ids = max(self.params.min_tokens - self.num_generated, 0), self.stop_ids
+        if self.constraint:
+            banned_ids |= self.constraint.end_ids  # whatever ignore_eos says
         return RowSource(
             params=sampling,
             key=self.key,
@@ -242,8 +244,8 @@ class Request:
             position=len(self.tokens),
             prompt_ids=self.prompt_ids if sampling.penalised else (),
             output_ids=self.output_ids if sampling.penalised else (),
-            banned_ids=sorted(self.stop_ids | ends) if self.params.min_tokens else (),
-            banned_slots=self.params.min_tokens - self.num_generated,
+            banned_ids=sorted(banned_ids) if banned_slots else (),
+            banned_slots=banned_slots,
             constraint=self.constraint,
         )
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 import httpx
 from pydantic import field_validator
@@ -84,7 +85,7 @@ def make_session(config: ChatConfig) -> Session:
 def converse(session: Session) -> int:
     """Ask line by line until the user leaves; the exit code."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # input() then edits lines and remembers them
+        import_module("readline")  # input() then edits lines and remembers them
     session.note(f"{printable(session.client.model())} at {session.client.url}; /help lists the commands")
     session.notes.print(session.legend())
     interrupted = False

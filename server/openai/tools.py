@@ -24,7 +24,6 @@ class ToolFormat:
         arguments: key of the arguments.
     """
 
-    name: str
     opening: str
     closing: str
     arguments: str
@@ -79,8 +78,8 @@ class ToolFormat:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-HERMES = ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "arguments")
-LLAMA = ToolFormat("llama", "", "", "parameters")
+HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+LLAMA = ToolFormat("", "", "parameters")
 
 
 def tool_format(template: str) -> ToolFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from server.openai.fields import OpenAIFields
@@ -10,7 +11,7 @@ from server.protocol import Json
 from server.request import Delta
 
 
-class OpenAIWriter:
+class OpenAIWriter(ABC):
     """Base: ids, kinds and usage of one answer; subclasses word the choices.
 
     Args:
@@ -33,13 +34,13 @@ class OpenAIWriter:
         self._fields = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._completion_tokens: dict[int, int] = {}  # by choice
 
+    @abstractmethod
     def events(self, index: int, delta: Delta) -> Iterator[Json]:
         """See `server.generation.Writer`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, deltas: Sequence[Delta]) -> Json:
         """A whole choice."""
-        raise NotImplementedError
 
     def closing(self) -> Iterator[Json]:
         """The usage, if it was asked for."""
