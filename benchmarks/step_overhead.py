@@ -61,7 +61,7 @@ def watch(engine: Engine) -> Iterator[Stopwatch]:
         draft = engine.drafter.model
         watchers += [(draft, "block_hidden"), (draft, "write_context"), (draft.lm_head, "forward")]
         if draft.markov_head:
-            watchers += [(draft.markov_head, name) for name in ("embed", "step", "bias")]
+            watchers += [(draft.markov_head, name) for name in ("embed", "step", "add_bias_")]
         if draft.confidence_head:
             watchers.append((draft.confidence_head, "forward"))
     stopwatch = Stopwatch()

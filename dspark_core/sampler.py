@@ -6,7 +6,7 @@ round is made fresh in every step from what the host knows; it holds no state be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dspark_core.adjustments import Adjustments, RowSource
 from dspark_core.devices import tensor_on
-from dspark_core.randomness import Purpose, gumbel, round_uniform
-from dspark_core.sampling import Filters, argmax, draw, probabilities
-from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
+from dspark_core.distributions import Distributions, distributions
+from dspark_core.randomness import Purpose, round_uniform
+from dspark_core.sampling import Filters, SamplingParams
+from dspark_core.verify import Verified, greedy_choices, verify_choices, verify_ratio
 
 
 class Round:
@@ -40,17 +41,16 @@ class Round:
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
         self.adjustments = {i: Adjustments(s, device) for i, s in enumerate(sources) if s.adjusted}
-        self.draft_u = torch.empty(0, len(self.ratio), dtype=torch.float64, device=device)  # per slot
-        self.draft_probs: list[Tensor] = []  # per slot [len(ratio), V]
-        self.noise: list[Tensor] = []  # per slot [len(coupled), V]
+        self.draft_u: Sequence[Tensor] = ()  # per slot [len(ratio)]
+        self.drafts: list[Distributions] = []  # per slot, of the ratio rule
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return tensor_on(self.device, values)
 
     def _columns(self, places: list[int], *names: str) -> list[Tensor]:
         if not places:
             return [torch.empty(0)] * len(names)
-        return [self._tensor([getattr(self.sources[i], name) for i in places]) for name in names]
+        return list(self._tensor([[getattr(self.sources[i], name) for i in places] for name in names]))
 
     def _filters(self, places: list[int]) -> Filters | None:
         return Filters.of([self.sources[i].params for i in places], self.device) if places else None
@@ -61,30 +61,41 @@ class Round:
         Args:
             draft_ids: [R, slot] chosen before, which adjustments look at.
         """
-        logits = self._adjust_draft(logits, draft_ids)
-        if not self.ratio and not self.coupled:
-            return argmax(logits)
-        ids = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
-        if self.greedy:
-            ids[self._index(self.greedy)] = argmax(self._own(logits, self.greedy))
-        if self.ratio_filters is not None:
-            probs = probabilities(self._own(logits, self.ratio), self.ratio_filters)
-            self.draft_probs.append(probs)
-            ids[self._index(self.ratio)] = draw(probs, self._draft_u(slot))
-        if self.coupled_filters is not None:
-            probs = probabilities(self._own(logits, self.coupled), self.coupled_filters)
-            ids[self._index(self.coupled)] = coupled_choices(probs, self._noise(slot, probs.shape[-1]))
+        ids = self._choose(slot, self._adjust_draft(logits, draft_ids), self._draft_u)
+        return ids.clamp_min_(0) if self.adjustments else ids  # they may leave nothing: any token will do
+
+    def next_ids(self, logits: Tensor) -> Tensor:
+        """The tokens [R] of requests without drafts, from the target's logits [R, V]."""
+        if self.adjustments:
+            nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=self.device)
+            logits = self._adjust_target(logits, nothing, [0] * len(logits))
+        return self._choose(0, logits, lambda _: self._uniform(Purpose.RESIDUAL, 1)[:, 0])
+
+    def _choose(self, slot: int, logits: Tensor, ratio_u: Callable[[int], Tensor]) -> Tensor:
+        """One token of each row: the most likely one, one drawn by `ratio_u` of the slot, or the coupled choice."""
+
+        def drawn(rows: Tensor) -> Tensor:
+            assert self.ratio_filters is not None
+            self.drafts.append(distributions(rows, self.ratio_filters))
+            return self.drafts[-1].draw(ratio_u(slot))
+
+        def coupled(rows: Tensor) -> Tensor:
+            assert self.coupled_filters is not None
+            return distributions(rows, self.coupled_filters).couple(self.coupled_keys, self.coupled_positions + slot)
+
+        kinds = (self.greedy, greedy_choices), (self.ratio, drawn), (self.coupled, coupled)
+        for places, choice in kinds:
+            if len(places) == len(self.sources):  # all alike: no copy of their rows
+                return choice(logits)
+        ids = torch.empty(len(self.sources), dtype=torch.int64, device=self.device)
+        for places, choice in kinds:
+            if places:
+                index = self._tensor(places)
+                ids[index] = choice(logits[index])
         return ids
 
-    def _own(self, rows: Tensor, places: list[int]) -> Tensor:
-        """The rows of one kind of request; no copy if all are of that kind."""
-        return rows if len(places) == len(self.sources) else rows[self._index(places)]
-
-    def _index(self, places: list[int]) -> Tensor | slice:
-        return slice(None) if len(places) == len(self.sources) else self._tensor(places)
-
     def verify(self, logits: Tensor, draft_ids: Tensor, verify_lens: Sequence[int]) -> Verified:
-        """What stands of each block, by each request's own rule.
+        """What stands of each block, by each request's own rule. All requests drafted.
 
         Args:
             logits: [sum(l + 1), V] target scores of the rows of all requests, in batch order.
@@ -92,8 +103,6 @@ class Round:
             verify_lens: [R] admitted draft tokens.
         """
         logits = self._adjust_target(logits, draft_ids, verify_lens)
-        if len(self.greedy) == len(logits):  # one row each, all greedy: nothing to compare
-            return Verified(torch.zeros(len(logits), dtype=torch.int64, device=self.device), greedy_choices(logits))
         kinds = [
             (places, rule)
             for places, rule in ((self.greedy, self._greedy), (self.ratio, self._ratio), (self.coupled, self._coupled))
@@ -115,9 +124,9 @@ class Round:
     def _ratio(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.ratio_filters is not None
         return verify_ratio(
-            probabilities(logits, self.ratio_filters.rows(rows.owner)),
+            distributions(logits, self.ratio_filters.rows(rows.owner)),
             draft_ids,
-            self.draft_probs,
+            self.drafts,
             rows.start,
             rows.lens,
             accept_u=self._uniform(Purpose.ACCEPT, draft_ids.shape[1]),
@@ -126,10 +135,9 @@ class Round:
 
     def _coupled(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.coupled_filters is not None
-        vocab = logits.shape[-1]
-        noise = torch.stack([self._noise(slot, vocab) for slot in range(rows.longest + 1)], 1)
-        probs = probabilities(logits, self.coupled_filters.rows(rows.owner))
-        return verify_choices(coupled_choices(probs, noise[rows.owner, rows.slot]), draft_ids, rows.start, rows.lens)
+        keys, positions = self.coupled_keys[rows.owner], self.coupled_positions[rows.owner] + rows.slot
+        choices = distributions(logits, self.coupled_filters.rows(rows.owner)).couple(keys, positions)
+        return verify_choices(choices, draft_ids, rows.start, rows.lens)
 
     def _uniform(self, purpose: Purpose, slots: int) -> Tensor:
         """[len(ratio), slots] numbers of this round."""
@@ -137,17 +145,9 @@ class Round:
 
     def _draft_u(self, slot: int) -> Tensor:
         """[len(ratio)] numbers of a slot; made for many slots at once, since each call costs as much."""
-        if self.draft_u.shape[0] <= slot:
-            self.draft_u = self._uniform(Purpose.DRAFT, 2 * slot + 16).T.contiguous()
+        if len(self.draft_u) <= slot:
+            self.draft_u = self._uniform(Purpose.DRAFT, 2 * slot + 16).T.contiguous().unbind()
         return self.draft_u[slot]
-
-    def _noise(self, slot: int, vocab: int) -> Tensor:
-        """[len(coupled), V] noise of the positions that `slot` predicts; made once, used by draft and target."""
-        while len(self.noise) <= slot:
-            position = self.coupled_positions.unsqueeze(-1) + len(self.noise)
-            tokens = torch.arange(vocab, device=self.device)
-            self.noise.append(gumbel(self.coupled_keys.unsqueeze(-1), int(Purpose.NOISE), position, tokens))
-        return self.noise[slot]
 
     def _adjust_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
         if not self.adjustments:
@@ -194,3 +194,11 @@ class Rows:
     @property
     def slot(self) -> Tensor:
         return self._of_rows[:, 1]
+
+
+def warm_up(device: torch.device) -> None:
+    """Go through all rules once: the first request should not wait for what is compiled at its first use."""
+    kinds = SamplingParams(temperature=0), SamplingParams(top_k=2), SamplingParams(seed=0)
+    this, scores = Round([RowSource(params, 0, 0, 0) for params in kinds], device), torch.zeros(6, 16, device=device)
+    ids = this.choose(0, scores[:3], torch.empty(3, 0, dtype=torch.int64, device=device))
+    this.verify(scores, ids.unsqueeze(-1), [1, 1, 1])

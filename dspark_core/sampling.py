@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -130,34 +128,38 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
     Returns:
         [N, V] float32, each row summing to 1; the most likely token is always kept.
     """
+    return _softmax(filtered(logits, filters), filters.temperature)
+
+
+def filtered(logits: Tensor, filters: Filters) -> Tensor:
+    """Logits in float32 with minus infinity for what the filters leave out: `probabilities` before the softmax."""
     logits = logits.float().contiguous()
-    fast = _in_kernels(logits)
-    softmax: Callable[[Tensor, Tensor | None], Tensor] = fast.softmax if fast else _softmax
-    probs = softmax(logits, filters.temperature)
+    if filters.top_k is None and filters.top_p is None and filters.min_p is None:
+        return logits
+    probs = _softmax(logits, filters.temperature)
     threshold = _ranked_threshold(probs, filters)
     if filters.min_p is not None:
         least = filters.min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True)
         threshold = least if threshold is None else torch.maximum(threshold, least)
-    if threshold is None:
-        return probs
+    assert threshold is not None
     # Not in place: these may be the caller's own logits.
-    return softmax(logits.masked_fill(probs < threshold, float("-inf")), filters.temperature)
+    return logits.masked_fill(probs < threshold, float("-inf"))
 
 
 def _softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Softmax of rows divided by their temperatures. The maximum becomes 0 first, so that tiny ones lose no digits."""
+    if in_kernels(logits):
+        from dspark_core.kernels import sampling  # needs Numba
+
+        return sampling.softmax(logits, temperature)
     if temperature is not None:
         logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
     return torch.softmax(logits, -1)
 
 
-def _in_kernels(rows: Tensor) -> ModuleType | None:
-    """The kernels for these rows, or None where torch's operators serve them."""
-    if rows.device.type != "cpu" or rows.dtype != torch.float32 or not have_kernels():
-        return None
-    from dspark_core.kernels import sampling  # needs Numba
-
-    return sampling
+def in_kernels(rows: Tensor) -> bool:
+    """Whether our kernels serve these rows; elsewhere torch's operators do."""
+    return rows.device.type == "cpu" and rows.dtype == torch.float32 and have_kernels()
 
 
 def _ranked_threshold(probs: Tensor, filters: Filters) -> Tensor | None:
@@ -209,22 +211,3 @@ def argmax(values: Tensor) -> Tensor:
         return torch.from_numpy((values.float() if values.dtype.itemsize < 4 else values).numpy().argmax(-1))
     ids = torch.arange(values.shape[-1], device=values.device)
     return torch.where(values == values.amax(-1, keepdim=True), ids, values.shape[-1] - 1).amin(-1)
-
-
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index per row with probability proportional to `weights`, by inverting the cumulative sum.
-
-    Args:
-        weights: [N, V], not negative, not all zero; need not sum to 1.
-        u: [N] float64 uniform in [0, 1).
-
-    Returns:
-        [N] int64; an index of weight 0 is never returned.
-    """
-    if fast := _in_kernels(weights):
-        chosen: Tensor = fast.draw(weights.contiguous(), u.contiguous())
-        return chosen
-    cumulative = weights.double().cumsum(-1)
-    total = cumulative[:, -1:]
-    point = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)

@@ -2,18 +2,23 @@
 
 Rows: the target's row j of a request is the distribution of the token at its slot j; a request with `verify_lens` l
 has l + 1 rows, flat, starting at `row_start`. All three rules return what was accepted and the one token that the
-target adds (corrected at the first rejection, else the bonus).
+target adds (corrected at the first rejection, else the bonus). Where a row's scores are no numbers nothing stands,
+and the token is `distributions.NO_CHOICE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dspark_core.sampling import argmax, draw
+from dspark_core.distributions import NO_CHOICE, Distributions, Probabilities
+from dspark_core.sampling import argmax, in_kernels
+
+if TYPE_CHECKING:
+    from dspark_core.kernels.logit_rows import LogitRows
 
 
 class Verified(NamedTuple):
@@ -42,35 +47,25 @@ def verify_choices(choices: Tensor, draft_ids: Tensor, row_start: Tensor, verify
         choices: [sum(l + 1)] the target's choice at each flat row.
         draft_ids: [R, K].
     """
-    if draft_ids.shape[1] == 0:
-        return Verified(torch.zeros_like(row_start), choices[row_start])
     same = choices[_rows(row_start, verify_lens, draft_ids.shape[1])] == draft_ids
     num_accepted = _leading(same, verify_lens)
     return Verified(num_accepted, choices[row_start + num_accepted])
 
 
 def greedy_choices(logits: Tensor) -> Tensor:
-    """[N, V] to [N]: the most likely token."""
-    return argmax(logits)
+    """[N, V] to [N]: the most likely token, the lowest id on a tie."""
+    if in_kernels(logits):
+        from dspark_core.kernels.logit_rows import most_likely  # needs Numba
 
-
-def coupled_choices(probs: Tensor, noise: Tensor) -> Tensor:
-    """Gumbel-max: arg-max of log-probability plus noise, in float64.
-
-    Draft and target share the noise of an absolute position, so they often agree, and the target's choice does not
-    depend on the draft at all (Daliri, Musco, Suresh 2024).
-
-    Args:
-        probs: [N, V] float32; filtered tokens have probability 0 and are never chosen.
-        noise: [N, V] float64.
-    """
-    return argmax(probs.double().log() + noise)
+        return most_likely(logits.contiguous())
+    ids = argmax(logits)
+    return torch.where(logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1).isfinite(), ids, NO_CHOICE)
 
 
 def verify_ratio(
-    target_probs: Tensor,
+    target: Distributions,
     draft_ids: Tensor,
-    draft_probs: Sequence[Tensor],
+    drafts: Sequence[Distributions],
     row_start: Tensor,
     verify_lens: Tensor,
     *,
@@ -83,25 +78,24 @@ def verify_ratio(
     part of p_target - p_draft, after a full pass from p_target of the last row.
 
     Args:
-        target_probs: [sum(l + 1), V] float32.
-        draft_ids: [R, K]; `draft_probs`, [R, V] of each slot, are the very distributions they were drawn from.
+        target: of sum(l + 1) rows.
+        draft_ids: [R, K]; `drafts`, of R rows for each slot, are the very distributions that drew them.
         accept_u: [R, K] float64 in [0, 1); `residual_u`: [R]. From streams independent of the draft's.
     """
+    if not isinstance(target, Probabilities):  # the same in a kernel
+        return Verified(
+            *cast("LogitRows", target).verify(
+                draft_ids, cast("Sequence[LogitRows]", drafts), row_start, verify_lens, accept_u, residual_u
+            )
+        )
+    draft_probs = [draft.probs for draft in cast("Sequence[Probabilities]", drafts)]
     num_slots = draft_ids.shape[1]
-    if num_slots == 0:
-        return Verified(torch.zeros_like(row_start), draw(target_probs, residual_u))  # one row each
-    p_target = target_probs[_rows(row_start, verify_lens, num_slots), draft_ids]
+    p_target = target.probs[_rows(row_start, verify_lens, num_slots), draft_ids]
     p_draft = torch.cat([p.gather(-1, draft_ids[:, k : k + 1]) for k, p in enumerate(draft_probs)], -1)
     num_accepted = _leading(accept_u * p_draft < p_target, verify_lens)
-    last = target_probs[row_start + num_accepted]
-    residual = (last - _at_slots(draft_probs, num_accepted.clamp_max(num_slots - 1))).clamp_min_(0)
+    last = target.probs[row_start + num_accepted]
+    slots, requests = num_accepted.clamp_max(num_slots - 1), torch.arange(len(draft_ids), device=draft_ids.device)
+    residual = (last - torch.stack(draft_probs)[slots, requests]).clamp_min_(0)
     rejected = (num_accepted < verify_lens) & (residual.sum(-1) > 0)
     weights = torch.where(rejected.unsqueeze(-1), residual, last)
-    return Verified(num_accepted, draw(weights, residual_u))
-
-
-def _at_slots(draft_probs: Sequence[Tensor], slots: Tensor) -> Tensor:
-    """[R, V]: each request's distribution at its own slot."""
-    if slots.device.type == "cpu":  # all slots side by side would be a copy of many megabytes
-        return torch.stack([draft_probs[slot][request] for request, slot in enumerate(slots.tolist())])
-    return torch.stack(list(draft_probs))[slots, torch.arange(len(slots), device=slots.device)]
+    return Verified(num_accepted, Probabilities(weights).draw(residual_u))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.tokenizer import Tokenizer
+from dspark_core.distributions import NO_CHOICE
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.grammar import GrammarCompiler
 from dspark_core.models.attention import FlatBatch, Segment
@@ -150,6 +151,7 @@ class Engine:
         """Raise if the target cannot run at all. Uses page 0: only while no request is running."""
         assert not self.scheduler.running, "a self-test would overwrite the memory of running requests"
         self.memory.clear_cache()
+        self.memory.soil([0])
         place = torch.zeros(1, dtype=torch.int64, device=self.target.device)
         self.target(FlatBatch(place, place, place, [Segment(0, 1, 0, [0])]), self.pool)
 
@@ -160,7 +162,7 @@ class Engine:
         work = sorted(self.scheduler.schedule(), key=lambda item: (item.num_slots == 0, not item.decides))
         if not work:
             return []
-        self._clear(self.memory.take_fresh())
+        self._clear(self.memory.take_soiled())
         drafting = [item for item in work if item.num_slots]
         plain = [item for item in work if item.decides and not item.num_slots]
         draft_round = self._round(drafting)
@@ -170,16 +172,15 @@ class Engine:
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         logits = output.logits[: layout.num_deciding]
-        parts = [logits.amax(-1).isfinite().long(), drafted.ids.flatten()]
+        parts = [drafted.ids.flatten()]
         rows = sum(drafted.verify_lens) + len(drafted.verify_lens)
         if draft_round:
             parts += draft_round.verify(logits[:rows], drafted.ids, drafted.verify_lens)
         if plain_round := self._round(plain):
-            nothing = drafted.ids.new_empty(len(plain), 0)
-            parts.append(plain_round.verify(logits[rows:], nothing, [0] * len(plain)).next_ids)
-        finite, emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
+            parts.append(plain_round.next_ids(logits[rows:]))
+        emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
         score_prompts(work, layout, output.logits[layout.num_deciding :])
-        outcomes = self._deliver(work, drafted, finite, emitted, logits)
+        outcomes = self._deliver(work, drafted, emitted, logits)
         self._commit(work, layout, emitted, output.features)
         taken = step_outcome(work, layout, prefill_tokens, time.perf_counter() - started)
         self._tell(rounds_of(drafting, drafted), taken)
@@ -216,7 +217,7 @@ class Engine:
         return Drafted(drafts.draft_ids, lens, confidence)
 
     def _deliver(
-        self, work: Sequence[Work], drafted: Drafted, finite: list[int], emitted: list[list[int]], logits: Tensor
+        self, work: Sequence[Work], drafted: Drafted, emitted: list[list[int]], logits: Tensor
     ) -> list[Outcome]:
         """Give each deciding request its tokens; one whose scores are not finite ends with an error."""
         outcomes: list[Outcome] = []
@@ -225,7 +226,7 @@ class Engine:
             item, verified = work[index], drafted.verified(index)
             rows = slice(row, row + verified + 1)
             row = rows.stop
-            if not all(finite[rows]):
+            if tokens[-1] == NO_CHOICE:
                 self.memory.forget(item.request.table)  # an earlier part of the prompt may be to blame
                 outcomes.append((item.request, self._fail(item.request, "the target's scores are not finite")))
                 continue

@@ -45,7 +45,8 @@ class KVMemory:
         self.shared_tokens = 0
         self._users: Counter[int] = Counter()
         self._free = list(reversed(range(num_pages)))
-        self._fresh: list[int] = []
+        self._blank = [True] * num_pages  # nobody has written to them
+        self._soiled: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -107,10 +108,15 @@ class KVMemory:
             table.pages.append(self._take())
         return True
 
-    def take_fresh(self) -> list[int]:
-        """Pages handed out since the last call. They may hold NaN of their last owner: zero them before use."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+    def take_soiled(self) -> list[int]:
+        """Pages handed out since the last call that may hold NaN of an earlier owner: zero them before use."""
+        soiled, self._soiled = self._soiled, []
+        return soiled
+
+    def soil(self, pages: Iterable[int]) -> None:
+        """Somebody writes to these, now or soon, who does not own them."""
+        for page in pages:
+            self._blank[page] = False
 
     def commit(self, table: PageTable, tokens: Sequence[int], num_tokens: int, *, draft_context: bool) -> None:
         """Declare the next `num_tokens` positions valid, for the draft's context too if it was written.
@@ -161,7 +167,9 @@ class KVMemory:
     def _take(self) -> int:
         """A free page, the one that was given back last."""
         page = self._free.pop()
-        self._fresh.append(page)
+        if not self._blank[page]:
+            self._soiled.append(page)
+        self._blank[page] = False
         self._use(page)
         return page
 

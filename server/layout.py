@@ -74,18 +74,19 @@ def lay_out(
     return Layout(batch, starts, slots, wanted, len(logit_rows), prompt_rows)
 
 
-def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[list[int], list[list[int]]]:
+def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> list[list[int]]:
     """The step's one copy of results from the device. (Confidence that decides what is verified was copied before.)
 
     Args:
-        parts: int64: whether each row of scores is finite; drafts of `drafted` requests; how many of each stand, and
-            the token after them; the tokens of `plain` requests.
+        parts: int64: drafts of `drafted` requests; how many of each stand, and the token after them; the tokens of
+            `plain` requests.
 
     Returns:
-        The first part, and the tokens that each request gets.
+        The tokens that each request gets.
     """
-    host = torch.cat([*parts]).cpu()
-    finite, draft_ids, *results = [part.tolist() for part in host.split([len(part) for part in parts])]
+    if parts[0].device.type != "cpu":
+        parts = torch.cat([*parts]).cpu().split([len(part) for part in parts])
+    draft_ids, *results = [part.tolist() for part in parts]
     emitted = []
     if drafted:
         accepted, following, *results = results
@@ -94,4 +95,4 @@ def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> tuple[lis
             emitted.append([*draft_ids[row * slots : row * slots + count], token])
     if plain:
         emitted += [[token] for token in results[0]]
-    return finite, emitted
+    return emitted

@@ -18,7 +18,7 @@ from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
-from dspark_core.sampling import Filters, SamplingParams, draw, probabilities
+from dspark_core.sampler import warm_up
 from dspark_core.settings import CpuWeights
 from server.config import ServerConfig
 from server.engine import Engine, EngineParts
@@ -85,9 +85,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     )
     parts.info.update(_info(target_folder, draft_folder, parts, num_pages * page_bytes, config))
     engine = Engine(parts)
-    # The first request should not wait for what is compiled at its first use.
-    scores, half = torch.zeros(1, 16, device=device), torch.full((1,), 0.5, dtype=torch.float64, device=device)
-    draw(probabilities(scores, Filters.of([SamplingParams()], device)), half)
+    warm_up(device)
     if draft_folder:
         models = Models.of(config, engine, target_folder, draft_folder)
         engine.origin = models.origin

@@ -174,6 +174,7 @@ class Probe:
         self.engine, self.context, self.block, size = engine, context, block, engine.pool.page_size
         self.pages = -(-(context + block) // size)
         self.most = min(engine.scheduler.max_num_seqs, engine.pool.num_pages // self.pages)
+        engine.memory.soil(range(self.most * self.pages))
 
     def table(self, number: int) -> range:
         return range(number * self.pages, (number + 1) * self.pages)

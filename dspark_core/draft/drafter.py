@@ -56,21 +56,21 @@ class Drafter:
         """
         hidden = self._hidden(blocks)
         model, head = self.model, self.model.markov_head
-        base_logits = model.lm_head(hidden.flatten(0, 1)).float().unflatten(0, hidden.shape[:2])
+        by_slot = hidden.transpose(0, 1)
+        logits = model.lm_head(by_slot.flatten(0, 1)).float().unflatten(0, by_slot.shape[:2])
         previous = tensor_on(model.device, [b.anchor_id for b in blocks])
         state = head.start(len(blocks)) if head is not None else None
-        draft_ids = previous.new_empty(len(blocks), 0)
+        draft_ids = previous.new_empty(len(blocks), len(by_slot))
         embeddings = []
-        for slot in range(hidden.shape[1]):
-            logits = base_logits[:, slot]
+        for slot, own in enumerate(logits):
             if head is not None:
                 embedded = head.embed(previous)
-                latent, state = head.step(embedded, hidden[:, slot], state)
-                logits = head.bias(latent).float().add_(logits)
+                latent, state = head.step(embedded, by_slot[slot], state)
+                head.add_bias_(own, latent)
                 embeddings.append(embedded)
             # A draft that computed NaN is a bad draft, not an error: its token is drawn from something finite.
-            previous = choose(slot, logits.nan_to_num_(), draft_ids)
-            draft_ids = torch.cat((draft_ids, previous.unsqueeze(-1)), -1)
+            previous = choose(slot, own.nan_to_num_(), draft_ids[:, :slot])
+            draft_ids[:, slot] = previous
         confidence = None
         if model.confidence_head is not None:
             confidence = model.confidence_head(hidden, torch.stack(embeddings, 1) if embeddings else None)

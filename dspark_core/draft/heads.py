@@ -8,6 +8,8 @@ does it in chunks.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,6 +50,13 @@ class MarkovHead(nn.Module):
     def bias(self, latent: Tensor) -> Tensor:
         """Bias [..., V] on the base logits, from a latent [..., r]."""
         return self.markov_w2(latent)  # type: ignore[no-any-return]
+
+    def add_bias_(self, logits: Tensor, latent: Tensor) -> None:
+        """Add the bias of latents [R, r] to base logits [R, V] float32."""
+        if isinstance(self.markov_w2, nn.Linear):
+            logits.add_(self.bias(latent))
+        else:
+            cast(Any, self.markov_w2).add_to_(logits, latent)
 
     def pack(self, weights: CpuWeights, *, emit_vocab: int | None = None) -> None:
         """Pack the wide output projection for inference, for the first `emit_vocab` ids."""

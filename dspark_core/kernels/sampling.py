@@ -1,4 +1,4 @@
-"""Sampling: softmax of wide rows and drawing from them, a row a task, and the random numbers for it."""
+"""What sampling is made of: the softmax of wide rows, a row a task, and random numbers."""
 
 from __future__ import annotations
 
@@ -26,96 +26,87 @@ from dspark_core.kernels.simd import (
 BLOCK = 512  # values that are summed apart before their sum is added: fewer roundings, and fewer steps to search
 
 
+@njit
+def block_count(size):
+    return -(-size // BLOCK)
+
+
+@njit
+def tail(x, i, size, spare):
+    """The floats of a row at address `x` from place `i` to its end, then minus infinity. `spare`: memory for 16."""
+    row = pointer(x)
+    for j in range(LANES):
+        spare[j] = row[i + j] if i + j < size else np.float32(-np.inf)
+    return load(spare.ctypes.data)
+
+
+@njit
+def weighed(found, row):
+    """exp((value - shift) * scale) * share of 16 values of a row (address, shift, scale, share)."""
+    return exp((found - splat(row[1])) * splat(row[2])) * splat(row[3])
+
+
+@njit
+def weights(row, i, size, spare):
+    """Weights of 16 values of a row from place `i` on, 0 past its end."""
+    return weighed(load(row[0] + i * 4) if i + LANES <= size else tail(row[0], i, size, spare), row)
+
+
+@njit
+def block_sum(row, start, size, spare):
+    """Sum of the weights of the block that begins at `start`."""
+    end, sums = min(size, start + BLOCK), splat(np.float32(0))
+    full = end - end % LANES
+    for i in range(start, full, LANES):
+        sums = sums + weighed(load(row[0] + i * 4), row)
+    if full < end:
+        sums = sums + weighed(tail(row[0], full, size, spare), row)
+    return lane_sum(sums)
+
+
 @njit(error_model="numpy")
-def _row_softmax(x, out, size, inverse):
-    """Softmax of `size` floats at address `x` times `inverse`."""
-    full = size - size % LANES
-    values, results, largest = pointer(x), pointer(out), splat(np.float32(-np.inf))
-    for i in range(0, full * 4, LANES * 4):
-        largest = maximum(largest, load(x + i))
-    top = lane_max(largest)
-    for i in range(full, size):
-        top = max(top, values[i])
-    shift, scale, total = splat(top), splat(inverse), np.float32(0)
-    rest = np.full(LANES, -np.inf, np.float32)
-    for start in range(0, full, BLOCK):
-        sums = splat(np.float32(0))
-        for i in range(start * 4, min(start + BLOCK, full) * 4, LANES * 4):
-            weight = exp((load(x + i) - shift) * scale)
-            store(out + i, weight)
-            sums = sums + weight
-        total += lane_sum(sums)
-    for i in range(full, size):
-        rest[i - full] = values[i]
-    weight = exp((load(rest.ctypes.data) - shift) * scale)
-    store(rest.ctypes.data, weight)
-    total += lane_sum(weight)
-    for i in range(full, size):
-        results[i] = rest[i - full]
-    share = np.float32(1) / total
-    shares = splat(share)
-    for i in range(0, full * 4, LANES * 4):
-        store(out + i, load(out + i) * shares)
-    for i in range(full, size):
-        results[i] *= share
+def normalised(x, size, inverse, sums, spare):
+    """A row at address `x` with what makes its weights the softmax of its values times `inverse`.
+
+    Its largest value becomes 0 first, so that tiny temperatures lose no digits. `sums` gets the sums of its blocks
+    without the share.
+    """
+    full, largest = size - size % LANES, splat(np.float32(-np.inf))
+    for i in range(0, full, LANES):
+        largest = maximum(largest, load(x + i * 4))
+    if full < size:
+        largest = maximum(largest, tail(x, full, size, spare))
+    row, total = (x, lane_max(largest), inverse, np.float32(1)), np.float32(0)
+    for block in range(block_count(size)):
+        sums[block] = block_sum(row, block * BLOCK, size, spare)
+        total += sums[block]
+    return x, row[1], inverse, np.float32(1) / total
+
+
+@njit(error_model="numpy")
+def inverse_of(temperatures, row):
+    """1 / temperature of a row; the address 0 stands for 1 everywhere."""
+    return np.float32(1) / pointer(temperatures)[row] if temperatures != 0 else np.float32(1)
 
 
 def _softmax(a):
-    x, out, size, temperatures = a[2], a[3], a[4], pointer(a[5])
+    x, out, size = a[2], a[3], a[4]
+    sums, spare = np.empty(block_count(size), np.float32), np.empty(LANES, np.float32)
     row = take(a)
     while row < a[1]:
-        inverse = np.float32(1) / temperatures[row] if a[5] != 0 else np.float32(1)
-        _row_softmax(x + row * size * 4, out + row * size * 4, size, inverse)
+        own, target = normalised(x + row * size * 4, size, inverse_of(a[5], row), sums, spare), out + row * size * 4
+        full = size - size % LANES
+        for i in range(0, full, LANES):
+            store(target + i * 4, weighed(load(own[0] + i * 4), own))
+        if full < size:
+            store(spare.ctypes.data, weighed(tail(own[0], full, size, spare), own))
+            for i in range(full, size):
+                pointer(target)[i] = spare[i - full]
         row = take(a)
 
 
 @njit(error_model="numpy")
-def _block_sums(weights, size, sums):
-    """Sums of blocks of weights in float64, each always added in the same order; their sum."""
-    total = 0.0
-    for block in range(-(-size // BLOCK)):
-        a, b, c, d = 0.0, 0.0, 0.0, 0.0
-        start, end = block * BLOCK, min(size, (block + 1) * BLOCK)
-        for i in range(start, end - 3, 4):
-            a, b, c, d = a + weights[i], b + weights[i + 1], c + weights[i + 2], d + weights[i + 3]
-        for i in range(end - (end - start) % 4, end):
-            a += weights[i]
-        sums[block] = (a + b) + (c + d)
-        total += sums[block]
-    return total
-
-
-@njit(error_model="numpy")
-def _row_draw(weights, u, size, sums):
-    """Index of the first weight at which the cumulative sum passes u times the whole."""
-    point, before, found = u * _block_sums(weights, size, sums), 0.0, -1
-    for block in range(-(-size // BLOCK)):
-        if sums[block] > 0:
-            found = block  # the last one with any weight serves a point that rounding left beyond it
-            if before + sums[block] > point:
-                break
-            before += sums[block]
-    choice = size - 1  # of a row without any weight, or of one that is not numbers
-    for i in range(max(found, 0) * BLOCK, min(size, (found + 1) * BLOCK)):
-        if weights[i] > 0:
-            choice = i
-            before += weights[i]
-            if before > point:
-                break
-    return choice
-
-
-def _draw(a):
-    weights, numbers, out, size = a[2], doubles(a[3]), integers(a[4]), a[5]
-    sums = np.empty(-(-size // BLOCK), np.float64)
-    row = take(a)
-    while row < a[1]:
-        out[row] = _row_draw(pointer(weights + row * size * 4), numbers[row], size, sums)
-        row = take(a)
-
-
-@njit(error_model="numpy")
-def _mix(x, counter):
+def mix(x, counter):
     """`dspark_core.randomness`, in int64, which wraps; its shift brings in the sign, which the masks take off."""
     z = x + (counter + 1) * -0x61C8864680B583EB
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
@@ -127,15 +118,14 @@ def _uniform(a):
     keys, rounds, out, purpose, slots = integers(a[2]), integers(a[3]), doubles(a[4]), a[5], a[6]
     row = take(a)
     while row < a[1]:
-        state = _mix(_mix(_mix(keys[row], 0), rounds[row]), purpose)
+        state = mix(mix(mix(keys[row], 0), rounds[row]), purpose)
         for slot in range(slots):
-            out[row * slots + slot] = ((_mix(state, slot) >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
+            out[row * slots + slot] = ((mix(state, slot) >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
         row = take(a)
 
 
 SOFTMAX = Kernel(_softmax)  # x, out, size of a row, temperatures or 0
 UNIFORM = Kernel(_uniform)  # int64 keys, int64 rounds, float64 out, purpose, slots
-DRAW = Kernel(_draw)  # weights, float64 numbers in [0, 1), int64 out, size of a row
 
 
 def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -146,17 +136,6 @@ def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     out = torch.empty_like(logits)
     divisors = 0 if temperature is None else temperature.data_ptr()
     SOFTMAX(logits.shape[0], logits.data_ptr(), out.data_ptr(), logits.shape[1], divisors)
-    return out
-
-
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """As `dspark_core.sampling.draw`, for float32 rows that are contiguous."""
-    assert (weights.dtype, u.dtype) == (torch.float32, torch.float64)
-    assert weights.is_contiguous()
-    assert u.is_contiguous()
-    assert u.shape == weights.shape[:1], "a number for each row"
-    out = torch.empty(len(u), dtype=torch.int64)
-    DRAW(weights.shape[0], weights.data_ptr(), u.data_ptr(), out.data_ptr(), weights.shape[1])
     return out
 
 

@@ -76,8 +76,8 @@ class KVPool:
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN, before somebody else gets them."""
         index = tensor_on(self.keys.device, pages)
-        self.keys[index] = 0
-        self.values[index] = 0
+        self.keys.index_fill_(0, index, 0)
+        self.values.index_fill_(0, index, 0)
 
 
 def _width(head_dim: int) -> int:

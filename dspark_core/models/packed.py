@@ -51,6 +51,10 @@ class PackedLinear(nn.Module):
         matmul(self.panels, x if x.stride(-1) == 1 else x.contiguous(), out, bias=self.bias)
         return out
 
+    def add_to_(self, out: Tensor, x: Tensor) -> None:
+        """Add the outputs for `x` [N, in_features] to `out` [N, out_features], contiguous."""
+        matmul(self.panels, x if x.stride(-1) == 1 else x.contiguous(), out, bias=self.bias, residual=out)
+
     def part(self, start: int) -> PackedLinear | None:
         """The outputs from `start` on as a layer over the same memory; None unless a panel begins there."""
         if start % PANEL:

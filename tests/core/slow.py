@@ -101,6 +101,11 @@ def play(
         ]
         last = torch.tensor([texts[i][-1] if texts[i] else START for i in active])
         this = Round(sources, CPU)
+        number += 1
+        if not draft_len:
+            for i, token in zip(active, this.next_ids(target[last]).tolist(), strict=True):
+                texts[i].append(token)
+            continue
         previous, ids = last, last.new_empty(len(active), 0)
         for slot in range(draft_len):
             previous = this.choose(slot, draft[previous], ids)
@@ -114,7 +119,6 @@ def play(
             texts[i] += [*ids[place, :count].tolist(), int(verified.next_ids[place])]
         rounds += len(active)
         accepted += int(verified.num_accepted.sum())
-        number += 1
     return Played(torch.tensor([text[:num_tokens] for text in texts]), rounds, accepted)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dspark_core.adjustments import Penalties, RowSource
+from dspark_core.distributions import distributions
 from dspark_core.randomness import Purpose, derive_key, gumbel, round_uniform, uniform
 from dspark_core.sampler import Round
-from dspark_core.sampling import Filters, SamplingParams, draw, probabilities
+from dspark_core.sampling import Filters, SamplingParams
 from tests.core.slow import CPU, START, play, slow_penalties
 
 VOCAB = 30
@@ -113,11 +114,12 @@ def test_a_draft_is_drawn_from_the_numbers_that_it_is_judged_by() -> None:
     logits = (1 + 0.01 * torch.randn(rows, VOCAB)).to(torch.bfloat16)
     this = Round([RowSource(SamplingParams(), derive_key(row), 3, 9) for row in range(rows)], CPU)
     ids = this.choose(0, logits, torch.empty(rows, 0, dtype=torch.int64))
-    (judged,) = this.draft_probs
-    assert judged.dtype == torch.float32
-    filters = Filters.of([SamplingParams()] * rows, CPU)
-    assert torch.equal(judged, probabilities(logits.float(), filters))
-    assert torch.equal(ids, draw(judged, round_uniform(this.ratio_keys, this.ratio_rounds, Purpose.DRAFT, 1)[:, 0]))
+    (judged,) = this.drafts
+    numbers = round_uniform(this.ratio_keys, this.ratio_rounds, Purpose.DRAFT, 1)[:, 0]
+    expected = distributions(logits.float(), Filters.of([SamplingParams()] * rows, CPU))
+    assert torch.equal(ids, expected.draw(numbers))
+    assert torch.equal(ids, judged.draw(numbers))
+    assert len(set(ids.tolist())) > VOCAB / 2
 
 
 def test_coupled_noise_belongs_to_the_position() -> None:

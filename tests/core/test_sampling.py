@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_core.errors import RequestError
-from dspark_core.sampling import Filters, SamplingParams, argmax, draw, probabilities
+from dspark_core.sampling import Filters, SamplingParams, argmax, probabilities
 from tests.core.slow import CPU, slow_probabilities
 
 # float32 softmax and cumulative sums against float64.
@@ -130,41 +130,6 @@ def test_argmax_takes_the_lowest_id_of_a_tie(dtype: torch.dtype) -> None:
     found = argmax(wide)
     assert found.tolist() == [700, 700]
     assert found.dtype == torch.int64
-
-
-def draw_all(weights: list[float], us: list[float]) -> list[int]:
-    return draw(torch.tensor([weights] * len(us)), torch.tensor(us, dtype=torch.float64)).tolist()
-
-
-def test_draw_inverts_the_cumulative_sum() -> None:
-    weights = [1.0, 0.0, 2.0, 1.0]
-    assert draw_all(weights, [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 0.9999]) == [0, 0, 2, 2, 2, 3, 3]
-
-
-def test_draw_never_returns_a_token_of_weight_zero() -> None:
-    last = 1 - 2.0**-53  # the largest u
-    for weights in (
-        [0.0, 0.0, 1.0, 0.0, 0.0],
-        [0.0, 1e-38, 0.0],
-        [0.0, 0.1, 0.2, 0.3, 0.0],
-        [0.0] * 999 + [1e-45] + [0.0] * 1000,  # the smallest float32
-        [0.0, 3e38, 3e38, 0.0],
-    ):
-        for token in draw_all(weights, [0.0, 1e-300, 0.3, 0.5, 0.999, last]):
-            assert weights[token] > 0
-    generator = torch.Generator().manual_seed(0)
-    many = torch.rand(2000, 40, generator=generator) * (torch.rand(2000, 40, generator=generator) < 0.2)
-    many[:, 7] += 1e-6
-    u = torch.rand(2000, dtype=torch.float64, generator=generator)
-    assert (many.gather(1, draw(many, u).unsqueeze(-1)) > 0).all()
-
-
-def test_draws_follow_the_weights() -> None:
-    weights = torch.tensor([0.1, 0.2, 0.0, 0.4, 0.3])
-    u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000  # a grid leaves no room for chance
-    counts = torch.bincount(draw(weights.expand(100_000, -1), u), minlength=5)
-    expected = torch.tensor([10_000, 20_000, 0, 40_000, 30_000])
-    assert (counts - expected).abs().max() <= 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_core.verify import Verified, coupled_choices, greedy_choices, verify_choices, verify_ratio
+from dspark_core.distributions import Probabilities
+from dspark_core.verify import Verified, greedy_choices, verify_choices, verify_ratio
 
 LARGEST_U = 1 - 2.0**-53
 
@@ -33,9 +34,9 @@ def ratio_one(
 ) -> tuple[int, int]:
     start, lens = starts([len(drafted) if verify_len is None else verify_len])
     verified = verify_ratio(
-        torch.tensor(target),
+        Probabilities(torch.tensor(target)),
         torch.tensor([drafted]),
-        torch.tensor([draft]).unbind(1),
+        [Probabilities(rows) for rows in torch.tensor([draft]).unbind(1)],
         start,
         lens,
         accept_u=torch.tensor([accept_u], dtype=torch.float64),
@@ -59,16 +60,6 @@ def test_only_admitted_tokens_can_stand() -> None:
     assert outcome(verify_choices(choices, drafts, start, lens)) == [(1, 6), (0, 9), (3, 8), (0, 5)]
 
 
-def test_no_slots_at_all_yield_one_token() -> None:
-    nothing = torch.empty(2, 0, dtype=torch.int64)
-    start, lens = starts([0, 0])
-    assert outcome(verify_choices(torch.tensor([4, 9]), nothing, start, lens)) == [(0, 4), (0, 9)]
-    probs = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
-    u = torch.tensor([0.9, 0.6], dtype=torch.float64)
-    found = verify_ratio(probs, nothing, [], start, lens, accept_u=torch.empty(2, 0).double(), residual_u=u)
-    assert outcome(found) == [(0, 1), (0, 1)]
-
-
 def test_greedy_rejects_a_likely_token_that_is_not_the_most_likely() -> None:
     """Case A8: p = {a: .3, b: .5}, the draft proposes a."""
     logits = torch.tensor([[0.3, 0.5, 0.2], [0.1, 0.1, 0.8]]).log()
@@ -79,18 +70,6 @@ def test_greedy_rejects_a_likely_token_that_is_not_the_most_likely() -> None:
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     assert greedy_choices(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])).tolist() == [1, 0]
-
-
-def test_coupled_choice_is_log_probability_plus_noise() -> None:
-    probs = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
-    for noise, expected in (
-        ([0.0, 0.0, 0.0, 0.0], 0),
-        ([0.0, 0.7, 0.0, 0.0], 1),  # log 2 = 0.693
-        ([0.0, 0.69, 0.0, 0.0], 0),
-        ([0.0, 0.8, 0.9, 0.0], 2),
-        ([-50.0, -50.0, -50.0, 1e6], 0),  # a filtered token is never chosen
-    ):
-        assert coupled_choices(probs, torch.tensor([noise], dtype=torch.float64)).tolist() == [expected]
 
 
 def test_acceptance_is_strict() -> None:
@@ -160,7 +139,9 @@ def test_batches_equal_the_loop_over_single_requests() -> None:
         drafted = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(300, slots)
         accept_u = torch.rand(300, slots, dtype=torch.float64, generator=generator)
         residual_u = torch.rand(300, dtype=torch.float64, generator=generator)
-        found = verify_ratio(target, drafted, draft.unbind(1), start, lengths, accept_u=accept_u, residual_u=residual_u)
+        drafts = [Probabilities(rows) for rows in draft.unbind(1)]
+        numbers = {"accept_u": accept_u, "residual_u": residual_u}
+        found = verify_ratio(Probabilities(target), drafted, drafts, start, lengths, **numbers)
         expected = [
             paper_loop(
                 target[start[r] : start[r] + lens[r] + 1].numpy(),

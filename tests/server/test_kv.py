@@ -41,8 +41,10 @@ class Model:
         assert self.memory.reserve(owner.table, amount) == fits
         owner.reserved = wanted if fits else owner.reserved
         assert owner.table.pages[: len(before)] == before
-        for page in self.memory.take_fresh():
+        for page in self.memory.take_soiled():
             self.written[page] = {}
+        gained = owner.table.pages[len(before) :]
+        assert not any(self.written[page] for page in gained), "a page still holds what its last owner wrote"
 
     def commit(self, owner: Owner, amount: int) -> None:
         step = min(amount, owner.reserved * SIZE - owner.committed, len(owner.tokens) - owner.committed)
@@ -166,3 +168,14 @@ def test_broken_tables_are_caught() -> None:
     twin.pages = list(table.pages)
     with pytest.raises(AssertionError, match="miscounted"):
         memory.check_integrity([table, twin])
+
+
+def test_only_pages_that_somebody_wrote_to_are_zeroed_again() -> None:
+    memory, table = KVMemory(4, SIZE), PageTable()
+    memory.soil([1])
+    assert memory.reserve(table, 4 * SIZE)
+    assert memory.take_soiled() == [1], "by somebody who does not own it, too"
+    assert memory.take_soiled() == []
+    memory.rollback(table, 2 * SIZE)
+    assert memory.reserve(table, 4 * SIZE)
+    assert sorted(memory.take_soiled()) == sorted(table.pages[2:])

@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             assert self.missing_pages(scheduler.waiting[0]) > memory.num_free, "a place stays empty"
         self.decoding -= preempted
         seen.update(preempted=len(preempted), skipped=skipped)
-        self.pages.clear(memory.take_fresh())
+        self.pages.clear(memory.take_soiled())
         stand = [min(accepted[i % len(accepted)], item.num_slots) if item.decides else 0 for i, item in enumerate(work)]
         return list(zip(work, stand, strict=True))
 

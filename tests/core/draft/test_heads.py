@@ -145,3 +145,17 @@ def test_absent_confidence_with_markov_follows_the_rank(tmp_path: Path) -> None:
     assert read_draft_config(folder).confidence_width == HIDDEN + RANK
     edit_json(folder / "config.json", markov_rank=0)
     assert read_draft_config(folder).confidence_width == HIDDEN
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_the_bias_is_added_to_logits_in_place(config: DraftConfig, kind: str) -> None:
+    head, latent, logits = build(config, kind), torch.randn(ROWS, RANK), torch.randn(ROWS, VOCAB)
+    expected, emit = logits + head.bias(latent), VOCAB - 3
+    with torch.inference_mode():
+        found = logits.clone()
+        head.add_bias_(found, latent)
+        torch.testing.assert_close(found, expected)
+        head.pack("exact", emit_vocab=emit)
+        found = logits[:, :emit].contiguous()
+        head.add_bias_(found, latent)
+        torch.testing.assert_close(found, expected[:, :emit])
