@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 RECORDS_FILE = "records.jsonl"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Task:
     """One answer: the prompt's number in the file, and how its tokens are chosen."""
 
@@ -50,28 +51,27 @@ class Task:
 def load_prompts(config: CalibrateConfig) -> list[Prompt]:
     """The prompts asked for. Raises CheckpointError: unreadable, or one alone of a domain, with nothing to judge by."""
     path = Path(config.prompts) if config.prompts else DEFAULT_PROMPTS
-    taken: dict[str, int] = {}
-    chosen = []
-    for prompt in read_prompts(path):
-        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
-        if config.limit is None or taken[prompt.domain] <= config.limit:
-            chosen.append(prompt)
-    if lonely := [domain for domain, count in taken.items() if count < 2]:
-        raise CheckpointError(f"{path}: one prompt of domain '{lonely[0]}', expected two or more: one is judged by")
-    return chosen
+    prompts = read_prompts(path)
+    for domain, count in Counter(prompt.domain for prompt in prompts).items():
+        if count < 2:
+            raise CheckpointError(f"{path}: one prompt of domain '{domain}', expected two or more: one is judged by")
+    return prompts
 
 
 def make_tasks(config: CalibrateConfig, prompts: Sequence[Prompt]) -> list[Task]:
-    """Every prompt greedily and under the ratio rule at every temperature, every second one under the coupled rule too.
+    """Answers to collect: each prompt greedily, and under the other rules at every temperature.
 
-    Mixed by the seed: wherever the file is cut, it is a fair one.
+    In the order in which the most is learnt: domains and rules take turns, and a prompt comes again under a rule only
+    when all others had theirs, for it is different prompts that are scarce.
     """
-    tasks = []
-    for number in range(len(prompts)):
-        tasks += [Task(number, "greedy", 0.0), *(Task(number, "ratio", t) for t in config.temperatures)]
-        if number % 2 == 0:
-            tasks.append(Task(number, "coupled", config.temperatures[number // 2 % len(config.temperatures)]))
-    return sorted(tasks, key=lambda task: derive_key("order", config.seed, task.id))
+    turns: dict[tuple[str, Regime], list[tuple[int, int, Task]]] = {}
+    for number, prompt in enumerate(prompts):
+        for regime in REGIMES:
+            tasks = [Task(number, regime, t) for t in ((0.0,) if regime == "greedy" else config.temperatures)]
+            keys = sorted((derive_key("order", config.seed, task.id), task) for task in tasks)
+            turns.setdefault((prompt.domain, regime), []).extend((i, key, task) for i, (key, task) in enumerate(keys))
+    places = [(place, task) for tasks in turns.values() for place, (_, _, task) in enumerate(sorted(tasks))]
+    return [task for _, task in sorted(places)][: config.answers]
 
 
 def collect(config: CalibrateConfig, engine: Engine, path: Path, origin: Mapping[str, Any]) -> int:

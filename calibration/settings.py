@@ -34,7 +34,9 @@ class CalibrateConfig(Settings):
         (0.7, 1.0), "records", "temperatures of the answers that are not greedy", min_length=1
     )
     max_tokens: int = setting(40, "records", "longest answer, in tokens", ge=2)
-    limit: int | None = setting(None, "records", "only so many prompts of every domain", ge=2)
+    answers: int = setting(
+        540, "records", "answers in all, shared out among domains and rules; ask for more later and it goes on", ge=1
+    )
     max_num_seqs: int = setting(16, "records", "answers generated at once", ge=1)
     seed: int = setting(0, "records", "seed of the answers and of the split", ge=0)
 

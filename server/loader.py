@@ -12,7 +12,7 @@ from dspark_core.checkpoint.load import load_draft, load_target, shares_head
 from dspark_core.checkpoint.references import DEMO, resolve_draft, resolve_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DecoderConfig, read_draft_config
-from dspark_core.devices import find_device, find_dtype
+from dspark_core.devices import find_device, find_dtype, give_back_memory
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
@@ -55,6 +55,7 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     target = load_target(target_folder, dtype=dtype, device=device)
     tokenizer = Tokenizer.from_folder(target_folder)
     draft = load_draft(draft_folder, target, draft_len=config.draft_len) if draft_folder else None
+    give_back_memory()
     emit_vocab = min(tokenizer.vocab_size, target.config.vocab_size)
     shared_head = draft is not None and shares_head(draft, target)
     decoders = [target.config, *([draft.config.decoder] if draft else [])]
@@ -65,10 +66,12 @@ def load_engine(config: ServerConfig, *, with_draft: bool = True) -> Engine:
     per_request = -(-max_model_len // config.page_size)
     num_pages = max(per_request, min(budget // page_bytes, per_request * config.max_num_seqs))
     target.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, cpu_weights=config.cpu_weights)
+    give_back_memory()
     drafter = None
     if draft:
         head = target.lm_head if shared_head else None
         draft.prepare(max_positions=max_model_len, emit_vocab=emit_vocab, lm_head=head, cpu_weights=config.cpu_weights)
+        give_back_memory()
         drafter = Drafter(draft, KVPool.of(draft.config.decoder, num_pages, config.page_size, dtype, device))
     parts = EngineParts(
         target=target,

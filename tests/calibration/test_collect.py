@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def engine_of(**settings: Any) -> Engine:
 def test_every_round_of_every_answer_is_recorded(tmp_path: Path) -> None:
     path, engine = tmp_path / RECORDS_FILE, engine_of()
     written = collect(config_of(tmp_path), engine, path, {})
-    assert written == 6 * 3 + 3, "greedy and two temperatures for each of six prompts, coupled for every second"
+    assert written == 6 * 5, "six prompts greedily, and under two rules at two temperatures each"
     assert not engine.observers
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {(line["regime"], line["temperature"]) for line in lines} == {
@@ -105,6 +106,28 @@ def test_an_interruption_loses_nothing_and_repeats_nothing(tmp_path: Path) -> No
     found = {record["id"]: record for record in map(json.loads, part.read_bytes().splitlines())}
     assert [outcomes(found[record["id"]]) for record in deterministic] == [outcomes(record) for record in deterministic]
     assert collect(config, engine_of(), part, {}) == 0
+
+
+def test_wherever_the_answers_are_cut_off_they_are_a_fair_sample(tmp_path: Path) -> None:
+    prompts = read_prompts(prompts_file(tmp_path, 50))
+    everything = make_tasks(config_of(tmp_path, answers=10**6), prompts)
+    assert len(set(everything)) == len(everything) == len(prompts) * 5
+    for count in (6, 60, 240, 300):
+        tasks = make_tasks(config_of(tmp_path, answers=count), prompts)
+        assert tasks == everything[:count], "more answers later go on from here"
+        shares = Counter((prompts[task.prompt].domain, task.regime) for task in tasks)
+        assert set(shares.values()) == {count // 6}, "domains and rules alike"
+        assert len({(task.prompt, task.regime) for task in tasks}) == count, "other prompts first"
+    sampled = Counter(task.temperature for task in everything[:300] if task.regime == "ratio")
+    assert min(sampled.values()) > 30, "temperatures by chance"
+    assert make_tasks(config_of(tmp_path, answers=60, seed=1), prompts) != everything[:60]
+
+
+def test_more_answers_are_added_to_the_same_records(tmp_path: Path) -> None:
+    path = tmp_path / RECORDS_FILE
+    assert collect(config_of(tmp_path, answers=7), engine_of(), path, {}) == 7
+    assert collect(config_of(tmp_path, answers=12), engine_of(), path, {}) == 5
+    assert collect(config_of(tmp_path, answers=9), engine_of(), path, {}) == 0
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 9}, {"temperatures": [0.3]}, {"seed": 4}])
@@ -196,7 +219,7 @@ def test_the_prompts_that_come_with_it_cover_domains_and_are_not_those_of_the_be
     assert {domain: domains.count(domain) >= 20 for domain in set(domains)} == dict.fromkeys(
         ("chat", "math", "code"), True
     )
-    texts = [prompt.messages[0]["content"] for prompt in ours]
+    texts = [" ".join(message["content"] for message in prompt.messages) for prompt in ours]
     assert len(set(texts)) == len(texts)
     measured = read_prompts(Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl")
     assert not set(texts) & {prompt.messages[0]["content"] for prompt in measured}
