@@ -133,7 +133,9 @@ def run_fit(config: CalibrateConfig, places: Places) -> Split:
     )
     scalings = {regime: Scaling(c.scales, c.biases) for regime, c in split.chosen.items()}
     scalings.setdefault("ratio", scalings[usual])
-    calibration = Calibration(scalings, acceptance(split))
+    shares = acceptance(split)
+    shares.setdefault("ratio", shares[usual])
+    calibration = Calibration(scalings, shares)
     save_calibration(places.folder / CALIBRATION_FILE, calibration, report, read_origin(places), versions())
     return split
 
@@ -144,12 +146,18 @@ def read_split(config: CalibrateConfig, places: Places) -> Split:
     return fit_split(records, config.held_out, config.method, bins=config.bins, seed=config.seed)
 
 
-def acceptance(split: Split) -> tuple[float, ...]:
-    """[K] share of the drafts at a position that were accepted, where all before them were; and a round of 0.5."""
+def acceptance(split: Split) -> dict[Regime, tuple[float, ...]]:
+    """By regime, [K] share of the drafts at a position that were accepted, where all before them were.
+
+    A round of 0.5 besides, so that a position nobody reached has a share, too.
+    """
     records = joined([split.fitted_on, split.judged])
-    slots = np.arange(records.draft_len)
-    judged, stood = (slots < count[:, None] for count in (records.decided, records.accepted))
-    return tuple(((stood.sum(0) + 0.5) / (judged.sum(0) + 1)).tolist())
+    shares: dict[Regime, tuple[float, ...]] = {}
+    for regime in split.fits:
+        own, slots = of_regime(records, regime), np.arange(records.draft_len)
+        judged, stood = (slots < count[:, None] for count in (own.decided, own.accepted))
+        shares[regime] = tuple(((stood.sum(0) + 0.5) / (judged.sum(0) + 1)).tolist())
+    return shares
 
 
 def read_origin(places: Places) -> Origin:

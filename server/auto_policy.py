@@ -22,6 +22,7 @@ CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
 # nearly all that a free choice brings (docs/LOG.md).
 SPARE_SLOTS = 1
+HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
 
 
 @dataclass
@@ -35,6 +36,7 @@ class _Step:
         able: requests that may draft, and their places in what follows.
         expected: [len(able), K] survival, from earlier rounds.
         lens: draft slots of those requests.
+        hope: nobody drafts, but would if the draft were a little better than is known.
         in_full: requests whose blocks are verified whatever their confidence, by a choice made before drafting.
     """
 
@@ -44,6 +46,7 @@ class _Step:
     able: dict[Request, int]
     expected: Floats
     lens: list[int]
+    hope: bool
     in_full: set[Request] = field(default_factory=set)
 
 
@@ -93,7 +96,7 @@ class AutoPolicy(LengthPolicy):
     def _add_in_full(self, step: _Step, requests: Sequence[Request], lens: list[int], limits: Sequence[int]) -> None:
         """Blocks that are drafted and verified by a choice that has nothing to do with what they will be."""
         idle = {requests[i]: i for i, limit in enumerate(limits) if limit and not lens[i]}
-        step.in_full = self.trials.explore(list(idle))
+        step.in_full = self.trials.explore(list(idle), hope=step.hope)
         for request in step.in_full:
             lens[idle[request]] = min(EXPLORE_SLOTS, limits[idle[request]])
         for i, length in enumerate(lens) if self.full_share else ():
@@ -112,17 +115,22 @@ class AutoPolicy(LengthPolicy):
             return self._step
         curves = self.cost.at(context, len(requests))
         may_draft = [requests[i] for i in able]
+
+        def best(survival: Floats) -> list[int]:
+            return choose_draft_lens(
+                survival,
+                [limits[i] for i in able],
+                curves,
+                others=len(limits) - len(able),
+                prefill_tokens=prefill_tokens,
+                draft_factor=self.watch.factor,
+            )
+
         expected = self.history.survival(may_draft)
-        lens = choose_draft_lens(
-            expected,
-            [limits[i] for i in able],
-            curves,
-            others=len(limits) - len(able),
-            prefill_tokens=prefill_tokens,
-            draft_factor=self.watch.factor,
-        )
+        lens = best(expected)
+        hope = not any(lens) and any(best(self.history.survival(may_draft, hope=HOPE)))
         places = {request: place for place, request in enumerate(may_draft)}
-        return _Step(question, curves, len(requests), places, expected, lens)
+        return _Step(question, curves, len(requests), places, expected, lens, hope)
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int

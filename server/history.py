@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dspark_core.arrays import Floats, Ints
-from server.policy import Rounds
+from dspark_core.sampling import REGIMES, Regime
+from server.policy import Rounds, regimes_of
 from server.request import Request
 
 # Acceptance that a draft is trusted with before anything is known, for one round. High: a bad draft is found out in
@@ -59,16 +60,20 @@ class Sums:
 
 
 class History:
-    """Sums over all requests, and of each.
+    """Sums over all requests of a regime, and of each request.
 
     Args:
-        known: [K] conditional acceptance as it was when the draft was calibrated.
+        known: [K] conditional acceptance as it was when the draft was calibrated; a regime that is not there is taken
+            to be like the ratio rule.
     """
 
-    def __init__(self, draft_len: int, known: Sequence[float] | None = None) -> None:
+    def __init__(self, draft_len: int, known: Mapping[Regime, Sequence[float]] | None = None) -> None:
         self.draft_len, self.rounds = draft_len, 0
-        self._start = (START, 1.0) if known is None else (np.array(known), KNOWN_WEIGHT)
-        self._all, self._own = Sums(1, draft_len), Sums(16, draft_len)
+        self._known, self._weight = np.full((len(REGIMES), draft_len), START), 1.0
+        if known is not None:
+            self._known = np.array([known.get(regime, known["ratio"]) for regime in REGIMES])
+            self._weight = KNOWN_WEIGHT
+        self._all, self._own = Sums(len(REGIMES), draft_len), Sums(16, draft_len)
         self._rows: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         self._free = list(range(16))
 
@@ -94,19 +99,29 @@ class History:
         rows = self._rows_of(rounds.requests)
         for part, values in zip(self._own.parts(), new, strict=True):
             part[rows] = part[rows] * math.exp(-1 / OWN_MEMORY) + values
-        for part, values in zip(self._all.parts(), new, strict=True):
-            part[0] = part[0] * math.exp(-count / ALL_MEMORY) + values.sum(0)
+        regimes = _regimes(rounds.requests)
+        for regime in set(regimes.tolist()):
+            mine = regimes == regime
+            for part, values in zip(self._all.parts(), new, strict=True):
+                part[regime] = part[regime] * math.exp(-mine.sum() / ALL_MEMORY) + values[mine].sum(0)
         self.rounds += count
 
-    def survival(self, requests: Sequence[Request]) -> Floats:
-        """[R, K] probability that the drafts up to each slot of the next block are all accepted."""
-        base = self._all.rates(_FIRST, *self._start)
+    def survival(self, requests: Sequence[Request], *, hope: float = 0.0) -> Floats:
+        """[R, K] probability that the drafts up to each slot of the next block are all accepted.
+
+        Args:
+            hope: how many standard deviations better than what is known of all requests it may be for these.
+        """
+        regimes = _regimes(requests)
+        base = self._all.rates(regimes, self._known[regimes], self._weight)
+        if hope:
+            base += hope * np.sqrt(base * (1 - base) / (self._all.reached[regimes] + self._weight))
         rates = self._own.rates(self._rows_of(requests), base, OWN_PRIOR)
         return np.minimum(rates * self.correction(requests)[:, None], 1.0).cumprod(-1)
 
     def correction(self, requests: Sequence[Request]) -> Floats:
         """[R] what the confidence of these requests' slots is to be multiplied by, by what became of earlier blocks."""
-        return self._own.correction(self._rows_of(requests), self._all.correction(_FIRST, 1.0))
+        return self._own.correction(self._rows_of(requests), self._all.correction(_regimes(requests), 1.0))
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
         rows = [self._rows.get(request, -1) for request in requests]
@@ -126,4 +141,6 @@ class History:
         return row
 
 
-_FIRST = np.array([0])
+def _regimes(requests: Sequence[Request]) -> Ints:
+    """[R] index into REGIMES."""
+    return np.array([REGIMES.index(regime) for regime in regimes_of(requests)])

@@ -13,8 +13,10 @@ from server.request import Request
 # After so many steps in which somebody did not draft, one of those does for some rounds, with few slots. After each
 # vain try the next one comes twice as late, up to a limit: so trying costs well under one percent where nothing pays.
 EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
+# Much sooner where drafting would pay if the draft were only a little better than is known.
+EXPLORE_SOON = 32
 # While drafting pays, so many steps go by until one is plain; more of them once some plain ones are known.
-PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 96, 16, 1024
+PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 48, 16, 1024
 REST = 15  # steps in which the answer "nobody drafts" stands without being asked again
 
 
@@ -22,12 +24,18 @@ class Trials:
     """Whose turn it is to try drafting, and when a step is to be plain although drafting pays."""
 
     def __init__(self) -> None:
-        self._idle_steps, self._patience, self._drafting_steps = 0, EXPLORE_EVERY, 0
+        self._idle_steps, self._drafting_steps = 0, 0
+        self._patience = self._fresh_patience()
         self._rest, self._resting = 0, list[Request]()
         self._turn = 0
         # Rounds left of those that are trying; and when each last began to, until it drafts by itself.
         self._left: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._began: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    @staticmethod
+    def _fresh_patience() -> dict[bool, int]:
+        """Idle steps until the next try, by whether there is hope."""
+        return {True: EXPLORE_SOON, False: EXPLORE_EVERY}
 
     def resting(self, requests: Sequence[Request]) -> bool:
         """Whether these did not draft in the step before and need not be asked again yet."""
@@ -41,13 +49,18 @@ class Trials:
         """Nobody of these drafts."""
         self._rest, self._resting = REST, list(requests)
 
-    def explore(self, idle: Sequence[Request]) -> set[Request]:
-        """Of those that would not draft, who does so all the same."""
+    def explore(self, idle: Sequence[Request], *, hope: bool) -> set[Request]:
+        """Of those that would not draft, who does so all the same.
+
+        Args:
+            hope: a draft a little better than is known would pay.
+        """
         if not idle:
             return set()
         self._idle_steps += 1
-        if self._idle_steps >= self._patience:
-            self._idle_steps, self._patience, self._turn = 0, min(2 * self._patience, EXPLORE_RARELY), self._turn + 1
+        if self._idle_steps >= self._patience[hope]:
+            self._idle_steps, self._turn = 0, self._turn + 1
+            self._patience[hope] = min(2 * self._patience[hope], EXPLORE_RARELY)
             chosen = min(idle, key=lambda request: self._began.get(request, 0))
             self._began[chosen], self._left[chosen] = self._turn, EXPLORE_ROUNDS
         if not self._left:
@@ -63,7 +76,7 @@ class Trials:
         """These draft because it pays. If one of them had tried, trying is worth while again."""
         for request in requests if self._began else ():
             if self._began.pop(request, None) is not None:
-                self._patience = EXPLORE_EVERY
+                self._patience = self._fresh_patience()
 
     def plain_step(self, known: int) -> bool:
         """Whether this step, in which drafting pays, is to be a plain one: what it costs beside it is not known else.

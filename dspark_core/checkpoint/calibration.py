@@ -51,13 +51,13 @@ class Calibration:
 
     Attributes:
         regimes: a regime that is not there uses the ratio rule's.
-        acceptance: [K] by position, given that all before it were accepted, as it was when this was measured; None if
-            that is not known. What a server goes by before it has seen anything itself.
+        acceptance: by regime, [K] by position, given that all before it were accepted, as it was when this was
+            measured; None if that is not known. What a server goes by before it has seen anything itself.
         source: what to call it.
     """
 
     regimes: Mapping[Regime, Scaling]
-    acceptance: tuple[float, ...] | None = None
+    acceptance: Mapping[Regime, tuple[float, ...]] | None = None
     source: str = "raw confidence"
 
     @classmethod
@@ -120,7 +120,7 @@ def save_calibration(
         "dspark": {
             "version": VERSION,
             "regimes": {regime: asdict(scaling) for regime, scaling in calibration.regimes.items()},
-            "acceptance": None if calibration.acceptance is None else list(calibration.acceptance),
+            "acceptance": None if calibration.acceptance is None else dict(calibration.acceptance),
             "origin": origin.as_json(),
             "versions": dict(versions),
             "details": dict(report.details),
@@ -148,19 +148,29 @@ def load_calibration(path: Path, origin: Origin) -> Calibration:
     if (version := inner.get("version", int)) != VERSION:
         raise CheckpointError(f"{inner.where}: version {version}, expected {VERSION}")
     origin.check(inner.get("origin", dict), path, _MUST_AGREE)
-    regimes = inner.get("regimes", dict)
-    if unknown := set(regimes) - set(REGIMES):
-        raise CheckpointError(f"{inner.where}: unknown regime {min(unknown)!r}, expected {', '.join(REGIMES)}")
-    if "ratio" not in regimes:
-        raise CheckpointError(f"{inner.where}: regime 'ratio' is missing")
+    scalings = _by_regime(inner, "regimes")
     found = {
         regime: _scaling(values, f"{inner.where}: regime '{regime}'", origin.draft_len)
-        for regime, values in regimes.items()
+        for regime, values in scalings.items()
     }
     acceptance = None
-    if inner.get("acceptance", list, None) is not None:
-        acceptance = tuple(inner.numbers("acceptance", origin.draft_len, least=0, most=1))
+    if inner.get("acceptance", dict, None) is not None:
+        shares = Keys(_by_regime(inner, "acceptance"), f"{inner.where}: acceptance")
+        acceptance = {
+            cast(Regime, regime): tuple(shares.numbers(regime, origin.draft_len, least=0, most=1))
+            for regime in shares.values
+        }
     return Calibration(found, acceptance, str(path))
+
+
+def _by_regime(keys: Keys, name: str) -> dict[Any, Any]:
+    """An object with a value for each regime, or some; the ratio rule's, which stands for those without, among them."""
+    found: dict[Any, Any] = keys.get(name, dict)
+    if unknown := set(found) - set(REGIMES):
+        raise CheckpointError(f"{keys.where}: {name}: unknown regime {min(unknown)!r}, expected {', '.join(REGIMES)}")
+    if "ratio" not in found:
+        raise CheckpointError(f"{keys.where}: {name}: regime 'ratio' is missing")
+    return found
 
 
 def _scaling(values: Any, where: str, draft_len: int) -> Scaling:

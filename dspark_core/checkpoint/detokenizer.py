@@ -52,7 +52,7 @@ class TokenBytes:
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
         """Read from the tokenizer's decoder which kind it is."""
-        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+        decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
         steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:

@@ -8,8 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from server.history import ALL_MEMORY, CORRECTION_PRIOR, OWN_MEMORY, OWN_PRIOR, START, History
+from dspark_core.sampling import SamplingParams
+from server.history import ALL_MEMORY, CORRECTION_PRIOR, KNOWN_WEIGHT, OWN_MEMORY, OWN_PRIOR, START, History
 from server.policy import Rounds
+from server.request import RequestParams
+from tests.server.engines import GREEDY
 from tests.server.policies import one_round
 from tests.server.test_policy import some_request
 
@@ -116,11 +119,29 @@ def test_places_of_requests_that_are_gone_are_used_again_and_clean() -> None:
 
 
 def test_what_calibration_knows_is_where_a_server_begins() -> None:
-    known, ignorant = History(K, [0.3, 0.2, 0.1, 0.1]), History(K)
+    known, ignorant = History(K, {"ratio": [0.3, 0.2, 0.1, 0.1], "greedy": [0.9, 0.5, 0.5, 0.5]}), History(K)
     requests = [some_request()]
+    greedy, seeded = (some_request(RequestParams(sampling)) for sampling in (GREEDY, SamplingParams(seed=1)))
+    assert known.survival([greedy])[0] == pytest.approx(np.cumprod([0.9, 0.5, 0.5, 0.5]))
+    assert known.survival([seeded])[0] == pytest.approx(np.cumprod([0.3, 0.2, 0.1, 0.1])), (
+        "as ratio, for want of its own"
+    )
     assert known.survival(requests)[0] == pytest.approx(np.cumprod([0.3, 0.2, 0.1, 0.1]))
     assert ignorant.survival(requests)[0] == pytest.approx(np.cumprod([START] * K))
     for history in (known, ignorant):
         for _ in range(300):
             history.observe(one_round(some_request(), None, drafted=K, verified=K, accepted=K), None)
     assert known.survival(requests)[0, 0] > 0.8, "and learns"
+    assert known.survival([greedy])[0, 0] == pytest.approx(0.9), "of the rule by which these were sampled"
+
+
+def test_hope_is_for_what_is_not_known_yet() -> None:
+    history, request = History(K, {"ratio": [0.4, 0.3, 0.2, 0.1]}), some_request()
+    usual, hoped = history.survival([request]), history.survival([request], hope=1.0)
+    assert hoped[0, 0] == pytest.approx(0.4 + math.sqrt(0.4 * 0.6 / KNOWN_WEIGHT))
+    assert (hoped > usual).all()
+    for _ in range(300):
+        accepted = int(np.random.default_rng(0).random() < 0.4)
+        history.observe(one_round(some_request(), None, drafted=K, verified=K, accepted=accepted), None)
+    later = history.survival([request], hope=1.0) - history.survival([request])
+    assert 0 < later[0, 0] < 0.6 * (hoped - usual)[0, 0], "less of it, the more is known"

@@ -26,7 +26,7 @@ ORIGIN = Origin("aa", "bb", 3, "float32", "exact", "cpu", "some CPU", 2)
 REPORT = CalibrationReport("set", 120, [1.5, 0.5, 1.0], [0.1, 0.2, None], [0.01, 0.02, None])
 FITTED = Calibration(
     {"ratio": Scaling.by_temperature([1.5, 0.5, 1.0]), "greedy": Scaling((0.5, 1.0, 1.0), (0.0, -0.25, 0.0))},
-    (0.5, 0.25, 0.125),
+    {"ratio": (0.5, 0.25, 0.125), "greedy": (0.75, 0.5, 0.5)},
 )
 
 
@@ -114,10 +114,12 @@ def test_values_that_do_not_fit_are_refused(change: dict[str, Any], complaint: s
     ("change", "complaint"),
     [
         ({"version": 2}, "version 2, expected 1"),
-        ({"acceptance": [0.5, 0.5]}, "key 'acceptance' holds 2 values"),
-        ({"acceptance": [0.5, 0.5, 1.5]}, "holds 1.5, expected finite numbers at least 0 and at most 1"),
-        ({"regimes": {"greedy": {}}}, "regime 'ratio' is missing"),
-        ({"regimes": {"ratio": {}, "other": {}}}, "unknown regime 'other'"),
+        ({"acceptance": [0.5, 0.5, 0.5]}, r"key 'acceptance' is \[0.5, 0.5, 0.5\], expected dict"),
+        ({"acceptance": {"ratio": [0.5, 0.5]}}, "acceptance: key 'ratio' holds 2 values"),
+        ({"acceptance": {"ratio": [0.5, 0.5, 1.5]}}, "holds 1.5, expected finite numbers at least 0 and at most 1"),
+        ({"acceptance": {"greedy": [0.5, 0.5, 0.5]}}, "acceptance: regime 'ratio' is missing"),
+        ({"regimes": {"greedy": {}}}, "regimes: regime 'ratio' is missing"),
+        ({"regimes": {"ratio": {}, "other": {}}}, "regimes: unknown regime 'other'"),
         ({"regimes": {"ratio": [1.0] * 3}}, "regime 'ratio' is a list, expected an object"),
         ({"regimes": {"ratio": {"scales": [1.0] * 3}}}, "regime 'ratio': key 'biases' is missing"),
         ({"regimes": {"ratio": {"scales": [1.0] * 2, "biases": [0.0] * 3}}}, "key 'scales' holds 2 values, expected 3"),
