@@ -8,10 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dspark_core.kernels import NO_CHOICE
 from dspark_core.randomness import Purpose, gumbel
 from dspark_core.sampling import Filters, argmax, filtered, in_kernels, probabilities
-
-NO_CHOICE = -1  # in place of a token, where scores had NaN or plus infinity, or nothing above minus infinity
 
 
 class Distributions(Protocol):
@@ -38,7 +37,7 @@ class Distributions(Protocol):
 def distributions(logits: Tensor, filters: Filters) -> Distributions:
     """What is sampled from, of logits [N, V] (see `sampling.probabilities`). They must not be written to any more."""
     if in_kernels(logits):
-        from dspark_core.kernels.logit_rows import LogitRows  # needs Numba
+        from dspark_core.kernels.logit_rows import LogitRows  # needs llvmlite
 
         return LogitRows(filtered(logits, filters), filters.temperature)
     return Probabilities(probabilities(logits, filters))

@@ -149,9 +149,9 @@ def filtered(logits: Tensor, filters: Filters) -> Tensor:
 def _softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Softmax of rows divided by their temperatures. The maximum becomes 0 first, so that tiny ones lose no digits."""
     if in_kernels(logits):
-        from dspark_core.kernels import sampling  # needs Numba
+        from dspark_core.kernels import logit_rows  # needs llvmlite
 
-        return sampling.softmax(logits, temperature)
+        return logit_rows.softmax(logits, temperature)
     if temperature is not None:
         logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
     return torch.softmax(logits, -1)

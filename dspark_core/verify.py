@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dspark_core.distributions import NO_CHOICE, Distributions, Probabilities
+from dspark_core.distributions import Distributions, Probabilities
+from dspark_core.kernels import NO_CHOICE
 from dspark_core.sampling import argmax, in_kernels
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def verify_choices(choices: Tensor, draft_ids: Tensor, row_start: Tensor, verify
 def greedy_choices(logits: Tensor) -> Tensor:
     """[N, V] to [N]: the most likely token, the lowest id on a tie."""
     if in_kernels(logits):
-        from dspark_core.kernels.logit_rows import most_likely  # needs Numba
+        from dspark_core.kernels.logit_rows import most_likely  # needs llvmlite
 
         return most_likely(logits.contiguous())
     ids = argmax(logits)

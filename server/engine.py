@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.tokenizer import Tokenizer
-from dspark_core.distributions import NO_CHOICE
 from dspark_core.draft.drafter import DraftBlock, Drafter
 from dspark_core.grammar import GrammarCompiler
+from dspark_core.kernels import NO_CHOICE
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool

@@ -20,7 +20,7 @@ from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.references import DEMO
 from dspark_core.checkpoint.step_cost import STEP_COST_FILE, load_step_cost, save_step_cost
 from dspark_core.errors import CheckpointError
-from dspark_core.kernels import have_kernels, source_key
+from dspark_core.kernels import have_kernels
 from dspark_core.step_cost import StepCost
 from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
@@ -175,5 +175,14 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
 def _conditions(engine: Engine, models: Models) -> list[object]:
     """What costs measured at start depend on, besides the machine's mood."""
     sizes = [engine.max_num_seqs, engine.pool.page_size, engine.max_model_len, engine.pool.num_pages]
-    kernels = source_key() if have_kernels() else ""
+    kernels = _kernels()
     return [models.origin.as_json(), versions(), sizes, kernels]
+
+
+def _kernels() -> str:
+    """Which kernels run here."""
+    if not have_kernels():
+        return ""
+    from dspark_core.kernels.library import source_key  # needs llvmlite
+
+    return source_key()

@@ -1,16 +1,24 @@
-"""Kernels for float32 models on a CPU, written in Python and compiled by Numba when they are first used."""
+"""Kernels for float32 models on a CPU, written in Python and compiled by Numba, once for a machine.
+
+What is here calls them; they themselves are in `source`. Numbers that both sides must agree on:
+"""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import platform
 from functools import cache
-from pathlib import Path
+from importlib.util import find_spec
 
 # Attention's work is cut into tiles: so many query rows, each with the query heads that share a key-value head.
 TILE_ROWS = 16
 TILE_FIELDS = 5  # first row, rows, limit of the first row, step of the limit from row to row, place of the page table
+ROWS_PER_TASK = 8  # of pointwise kernels; fewer are done before another thread has come
+# Of an instruction in a program, and of the numbers that a kernel gets: where they begin, in int64.
+ADDRESS, COUNTER, TASKS, ARGUMENTS = 0, 1, 2, 3
+MAX_ARGUMENTS = 20
+WIDTH = ARGUMENTS + MAX_ARGUMENTS
+NO_CHOICE = -1  # in place of a token, where scores had NaN or plus infinity, or nothing above minus infinity
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +35,10 @@ def have_kernels() -> bool:
 def _missing() -> str:
     try:
         import llvmlite.binding as llvm
-        import numba  # noqa: F401
     except ImportError as error:
         return str(error)
+    if find_spec("numba") is None:
+        return "No module named 'numba'"
     wanted = ("f16c", "fma") if platform.machine() in ("x86_64", "AMD64") else ()
     features = llvm.get_host_cpu_features()
     return ", ".join(f"the CPU has no {name.upper()}" for name in wanted if not features.get(name))
-
-
-@cache
-def source_key() -> str:
-    """Of all kernels' source: a kernel contains what it calls in other files."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()

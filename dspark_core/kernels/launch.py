@@ -5,51 +5,52 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dspark_core.kernels.compile import compile_kernel
-from dspark_core.kernels.simd import call_barrier, call_kernel, integers
+from dspark_core.kernels import COUNTER, MAX_ARGUMENTS, TASKS, WIDTH
+from dspark_core.kernels.library import Library, built_library
 
 logger = logging.getLogger(__name__)
 
 _OPENMP_NAMES, _ENDINGS = ("libgomp", "libomp", "libiomp5"), (".so.1", ".so", ".dylib")
 
-MAX_ARGUMENTS = 20
-# Of an instruction in a program, and of the numbers that a kernel gets: where they begin, in int64.
-ADDRESS, COUNTER, TASKS, ARGUMENTS = 0, 1, 2, 3
 GAVE_UP = "a kernel got no memory to work with"
-_WIDTH = ARGUMENTS + MAX_ARGUMENTS
 _ARRAYS = [ctypes.c_int64 * size for size in range(MAX_ARGUMENTS + 3)]
 
 
 class Kernel:
-    """A function over numbered tasks, compiled when first needed.
+    """A compiled function over numbered tasks.
 
     The function gets a pointer to int64 numbers: a counter of tasks taken, the number of tasks, and the arguments. It
     takes tasks from the counter (`simd.take`) until there are none; several threads run it on the same numbers. So
     a thread that loses its core delays only the task it is in.
+
+    Args:
+        name: of the function, in `dspark_core.kernels.source`.
+        library: where to look for it.
     """
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function = function
-        self._compiled: Any = None
-        self._serial: Any = None
-        self._lock = threading.Lock()
+    def __init__(self, name: str, library: Callable[[], Library] = built_library) -> None:
+        self.name, self._find = name, library
 
-    @property
+    @cached_property
+    def _library(self) -> Library:
+        """Kept: the code goes with it."""
+        return self._find()
+
+    @cached_property
     def address(self) -> int:
-        if self._serial is None:
-            with self._lock:
-                self._compiled = self._compiled or compile_kernel(self._function)
-                self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
-        return self._compiled.address  # type: ignore[no-any-return]
+        return self._library.address(self.name)
+
+    @cached_property
+    def _serial(self) -> Any:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, tasks: int, *args: int) -> None:
         """Run all tasks; returns when they are done. The caller keeps alive what the addresses in `args` point to."""
@@ -67,17 +68,7 @@ class Kernel:
             raise MemoryError(GAVE_UP)
 
 
-def _run_program(a):
-    """Arguments: address of the instructions, their number, address of the barrier (0: one thread)."""
-    instructions, barrier = a[2], a[4]
-    for number in range(a[3]):
-        instruction = instructions + number * _WIDTH * 8
-        call_kernel(integers(instruction)[ADDRESS], instruction + COUNTER * 8)
-        if barrier != 0:
-            call_barrier(barrier)
-
-
-_RUN_PROGRAM = Kernel(_run_program)
+_RUN_PROGRAM = Kernel("run_program")  # address of the instructions, their number, address of the barrier or 0
 
 
 class Program:
@@ -96,13 +87,13 @@ class Program:
         row: list[int] = [kernel.address, 0]
         for value in (tasks, *args):
             if isinstance(value, str):
-                self._places.setdefault(value, []).append(len(self._instructions) * _WIDTH + len(row))
+                self._places.setdefault(value, []).append(len(self._instructions) * WIDTH + len(row))
             row.append(0 if isinstance(value, str) else value)
-        self._instructions.append(row + [0] * (_WIDTH - len(row)))
+        self._instructions.append(row + [0] * (WIDTH - len(row)))
 
     def freeze(self) -> None:
         """End writing."""
-        self._template = np.array(self._instructions, np.int64).reshape(-1, _WIDTH)
+        self._template = np.array(self._instructions, np.int64).reshape(-1, WIDTH)
         self._indices = {name: np.array(places) for name, places in self._places.items()}
 
     def run(self, values: Mapping[str, int]) -> None:

@@ -7,8 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark_core.kernels.choosing import COUPLE, DRAW, PICK, VERIFY
+from dspark_core.kernels.launch import Kernel
 from dspark_core.randomness import Purpose
+
+# x: address of float32 rows; size: of a row; temperatures: address of one for each row, or 0 for 1 everywhere.
+SOFTMAX = Kernel("softmax")  # x, out, size, temperatures
+UNIFORM = Kernel("uniform")  # int64 keys, int64 rounds, float64 out, purpose, slots
+DRAW = Kernel("draw")  # x, size, temperatures, float64 numbers, int64 ids out, float32 scalings out
+# x, size, temperatures, row starts, lens, slots, draft ids, addresses by slot of draft logits and of their scalings,
+# float64 numbers of slots and of requests, int64 accepted and next ids out
+VERIFY = Kernel("verify")
+COUPLE = Kernel("couple")  # x, size, temperatures, keys, positions, purpose, int64 ids out
+PICK = Kernel("pick")  # x, size, int64 ids out
 
 
 class LogitRows:
@@ -93,3 +103,24 @@ def most_likely(logits: Tensor) -> Tensor:
     ids = torch.empty(len(logits), dtype=torch.int64)
     PICK(len(logits), logits.data_ptr(), logits.shape[1], ids.data_ptr())
     return ids
+
+
+def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Softmax of the rows of `logits` [N, V] divided by `temperature` [N]; float32, contiguous."""
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    assert temperature is None or temperature.shape == logits.shape[:1]
+    out = torch.empty_like(logits)
+    divisors = 0 if temperature is None else temperature.data_ptr()
+    SOFTMAX(logits.shape[0], logits.data_ptr(), out.data_ptr(), logits.shape[1], divisors)
+    return out
+
+
+def uniform(keys: Tensor, rounds: Tensor, purpose: int, slots: int) -> Tensor:
+    """`dspark_core.randomness.uniform` of keys and rounds [R], a purpose and slots 0, 1, ...: [R, slots]."""
+    assert keys.is_contiguous()
+    assert rounds.is_contiguous()
+    assert keys.shape == rounds.shape
+    out = torch.empty(len(keys), slots, dtype=torch.float64)
+    UNIFORM(len(keys), keys.data_ptr(), rounds.data_ptr(), out.data_ptr(), purpose, slots)
+    return out

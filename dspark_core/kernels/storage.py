@@ -15,9 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark_core.kernels.tile import BFLOAT16, FLOAT16, FLOAT32, GROUP, GROUP_BYTES, GROUPED, INT4, INT8, PANEL
+from dspark_core.kernels.formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GROUP,
+    GROUP_BYTES,
+    GROUPED,
+    INT4,
+    INT8,
+    NAMES,
+    PANEL,
+)
 
-NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", INT8: "int8", INT4: "int4"}
 KINDS = {name: kind for kind, name in NAMES.items()}
 CHUNK = 64 * PANEL  # outputs that are looked at together, so that a large matrix needs little room beside itself
 LARGEST_FLOAT16 = torch.finfo(torch.float16).max

@@ -1,7 +1,8 @@
 """Attention of a flat batch over paged keys and values: what it means, in torch operators.
 
 Rows of many requests lie in one batch; each row sees the keys of its own request up to its own limit. This is the
-reference, and what runs where no faster path is. The kernels of `dspark_core.kernels.attention` do the same on a CPU.
+reference, and what runs where no faster path is. On a CPU the kernel in `dspark_core.kernels.source.attention` does the
+same.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
-from dspark_core.kernels.attention import ATTEND
 from dspark_core.kernels.launch import Program
+from dspark_core.kernels.layers import ATTEND, COPY_COLUMNS, RMS_NORM, ROTATE_AND_STORE, SILU_MUL, row_tasks
 from dspark_core.kernels.matmul import MATMUL, runs_of
-from dspark_core.kernels.pointwise import COPY_COLUMNS, RMS_NORM, ROTATE_AND_STORE, SILU_MUL, row_tasks
 from dspark_core.models.attention import FlatBatch, tiles_of
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.models.layers import DecoderLayer

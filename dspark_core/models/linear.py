@@ -36,7 +36,7 @@ def pack_linear(*linears: nn.Module, rows: int | None = None, weights: CpuWeight
             found = f"{weight.dtype} on {weight.device.type}".removeprefix("torch.")
             raise CheckpointError(f"cpu_weights is {weights}, which is for float32 layers on a CPU, found {found}")
         return _plain(weight, bias)
-    from dspark_core.models.packed import PackedLinear  # needs Numba
+    from dspark_core.models.packed import PackedLinear  # needs llvmlite
 
     try:
         return PackedLinear(weight, bias, weights)
@@ -50,7 +50,7 @@ def pack_norm(norm: RMSNorm) -> nn.Module:
     weight = norm.weight.detach()
     if not can_pack(weight.device, weight.dtype):
         return norm
-    from dspark_core.models.packed import KernelNorm  # needs Numba
+    from dspark_core.models.packed import KernelNorm  # needs llvmlite
 
     return KernelNorm(weight, norm.eps)
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.kernels import storage
+from dspark_core.kernels.formats import FLOAT16, FLOAT32, NAMES, PANEL
+from dspark_core.kernels.layers import RMS_NORM, row_tasks
 from dspark_core.kernels.matmul import matmul
-from dspark_core.kernels.pointwise import RMS_NORM, row_tasks
-from dspark_core.kernels.tile import FLOAT16, FLOAT32, PANEL
 from dspark_core.settings import CpuWeights
 
 
@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
     @property
     def kind(self) -> str:
         """Name of the numbers that the weights are stored as."""
-        return storage.NAMES[self.panels.kind]
+        return NAMES[self.panels.kind]
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in_features] to [N, out_features]."""

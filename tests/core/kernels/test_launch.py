@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dspark_core.kernels import launch
-from dspark_core.kernels.launch import Kernel, Program
-from dspark_core.kernels.simd import integers, take
+from dspark_core.kernels.launch import Program
+from dspark_core.kernels.source.simd import integers, take
+from tests.core.kernels.local import local_kernel
 
 
 def _count(a):  # type: ignore[no-untyped-def]
@@ -23,7 +24,7 @@ def _count(a):  # type: ignore[no-untyped-def]
         task = take(a)
 
 
-COUNT = Kernel(_count)
+COUNT = local_kernel(_count)
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3, 1000])
@@ -57,7 +58,7 @@ def _accumulate(a):  # type: ignore[no-untyped-def]
         task = take(a)
 
 
-ACCUMULATE = Kernel(_accumulate)
+ACCUMULATE = local_kernel(_accumulate)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -93,7 +94,7 @@ def _give_up(a):  # type: ignore[no-untyped-def]
 
 
 def test_a_kernel_that_gave_up_is_an_error() -> None:
-    kernel, done = Kernel(_give_up), np.zeros(1, np.int64)
+    kernel, done = local_kernel(_give_up), np.zeros(1, np.int64)
     with pytest.raises(MemoryError, match="no memory to work with"):
         kernel(3, done.ctypes.data)
     program = Program()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dspark_core.distributions import NO_CHOICE, Probabilities
-from dspark_core.kernels.logit_rows import LogitRows, most_likely
-from dspark_core.kernels.sampling import BLOCK, softmax
+from dspark_core.kernels.logit_rows import LogitRows, most_likely, softmax
+from dspark_core.kernels.source.sampling import BLOCK
 from dspark_core.sampling import argmax
 from dspark_core.verify import Verified, greedy_choices, verify_ratio
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dspark_core.kernels import storage
-from dspark_core.kernels.matmul import UNPACK_ROWS, matmul
+from dspark_core.kernels.formats import BFLOAT16, FLOAT32, GROUP_BYTES
+from dspark_core.kernels.matmul import matmul
+from dspark_core.kernels.source.matmul import UNPACK_ROWS
+from dspark_core.kernels.source.tile import MAX_ROWS
 from dspark_core.kernels.storage import pack
-from dspark_core.kernels.tile import BFLOAT16, FLOAT32, GROUP_BYTES, MAX_ROWS
 
 # (outputs, inputs): whole panels, less than one, odd numbers, wide
 SHAPES = [(64, 96), (5, 32), (50, 96), (83, 1056), (3072, 576)]

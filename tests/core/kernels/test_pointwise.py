@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark_core.kernels.pointwise import (
+from dspark_core.kernels.layers import (
     COPY_COLUMNS,
     RMS_NORM,
     ROTATE_AND_STORE,

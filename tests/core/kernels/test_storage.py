@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dspark_core.kernels import storage
+from dspark_core.kernels.formats import GROUP_BYTES, PANEL
 from dspark_core.kernels.matmul import matmul
 from dspark_core.kernels.storage import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT4, INT8, exact_kind, pack
-from dspark_core.kernels.tile import GROUP_BYTES, PANEL
 
 OUTPUTS, INPUTS = 200, 96  # no whole number of panels
 

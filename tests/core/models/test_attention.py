@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_core.kernels.attention import ATTEND
+from dspark_core.kernels.layers import ATTEND
 from dspark_core.models.attention import PagedAttend, Segment, tiles_of
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
 from dspark_core.models.triton_attention import attend as triton_attend

@@ -17,7 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from dspark_core.kernels.simd import (
+from dspark_core.kernels.formats import BFLOAT16, FLOAT16, FLOAT32, GROUP, INT4, INT8, PANEL
+from dspark_core.kernels.source.simd import (
     F32,
     I64,
     INTS,
@@ -34,19 +35,6 @@ _WIDE = bool(dict(llvm.get_host_cpu_features()).get("avx512f"))
 MAX_ROWS = 8 if _WIDE else 6
 VECTORS = 2 if _WIDE else 1
 COLUMNS = VECTORS * LANES
-PANEL = 32  # outputs whose weights lie together
-GROUP = 32  # inputs that share a scale
-
-FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 = range(5)
-GROUPED = (INT8, INT4)  # with a scale for each group of inputs
-# Bytes of one group of a panel.
-GROUP_BYTES = {
-    FLOAT32: GROUP * PANEL * 4,
-    BFLOAT16: GROUP * PANEL * 2,
-    FLOAT16: GROUP * PANEL * 2,
-    INT8: PANEL * 2 + GROUP * PANEL,
-    INT4: PANEL * 4 + GROUP * PANEL // 2,
-}
 
 Sums = list[Any]
 Step = Callable[[Any, Any, Sums, Sums], Sums]  # (builder, index of k, weights, sums) to sums

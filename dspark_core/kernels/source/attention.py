@@ -13,11 +13,13 @@ import numpy as np
 from numba import njit
 
 from dspark_core.kernels import TILE_FIELDS, TILE_ROWS
-from dspark_core.kernels.compile import named
-from dspark_core.kernels.launch import Kernel
-from dspark_core.kernels.pointwise import layer_address
-from dspark_core.kernels.simd import (
+from dspark_core.kernels.formats import FLOAT32
+from dspark_core.kernels.source.names import named
+from dspark_core.kernels.source.pointwise import layer_address
+from dspark_core.kernels.source.simd import (
     LANES,
+    allocate,
+    array,
     exp,
     fma,
     integers,
@@ -26,11 +28,13 @@ from dspark_core.kernels.simd import (
     load,
     maximum,
     pointer,
+    release,
+    room,
     splat,
     store,
     take,
 )
-from dspark_core.kernels.tile import FLOAT32, MAX_ROWS, multiply_tile
+from dspark_core.kernels.source.tile import MAX_ROWS, multiply_tile
 
 
 def _product(onto: int) -> Any:
@@ -107,9 +111,16 @@ def _attend(a):
     scale = pointer(a[16])[0]
     group = heads // kv_heads
     most = TILE_ROWS * group
-    lines, scores = np.empty(most * dim, np.float32), np.empty((most, size), np.float32)
-    sums, weights = np.empty((most, width), np.float32), np.empty((most, LANES), np.float32)
-    tops = np.empty(most, np.float32)
+    place_scores = room(most * dim)
+    place_sums = place_scores + room(most * size)
+    place_weights = place_sums + room(most * width)
+    place_tops = place_weights + room(most * LANES)
+    memory = allocate(place_tops + room(most))
+    if memory == 0:
+        return
+    lines, scores = array(memory, most * dim), array(memory + place_scores, (most, size))
+    sums, weights = array(memory + place_sums, (most, width)), array(memory + place_weights, (most, LANES))
+    tops = array(memory + place_tops, most)
     task = take(a)
     while task < a[1]:
         tile, head = task // kv_heads * TILE_FIELDS, task % kv_heads
@@ -142,9 +153,7 @@ def _attend(a):
             for i in range(dim):
                 target[i] = sums[line, i] / total
         task = take(a)
+    release(memory)
 
 
-# Tasks: tiles x KV heads. Arguments: rows that begin with the queries, bytes from row to row, out [N, H * d], tiles
-# [T, TILE_FIELDS] (int64), page tables one after the other (int64), heads, KV heads, head_dim, page size, width of a
-# value, pool of keys, pool of values, layers, layer, address of the scale of the scores
-ATTEND = Kernel(_attend)
+KERNELS = {"attend": _attend}

@@ -8,10 +8,23 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dspark_core.kernels.launch import Kernel
-from dspark_core.kernels.simd import LANES, exp, fma, integers, lane_sum, load, pointer, splat, store, take
-
-ROWS_PER_TASK = 8  # fewer are done before another thread has come
+from dspark_core.kernels import ROWS_PER_TASK
+from dspark_core.kernels.source.simd import (
+    LANES,
+    allocate,
+    array,
+    exp,
+    fma,
+    integers,
+    lane_sum,
+    load,
+    pointer,
+    release,
+    room,
+    splat,
+    store,
+    take,
+)
 
 
 @njit(error_model="numpy")
@@ -98,7 +111,11 @@ def _rotate_and_store(a):
 
 def _silu_mul(a):
     gate_up, out, rows, size = a[2], a[3], a[4], a[5]
-    rest, one = np.zeros(2 * LANES, np.float32), splat(np.float32(1.0))
+    memory = allocate(room(2 * LANES))
+    if memory == 0:
+        return
+    rest, one = array(memory, 2 * LANES), splat(np.float32(1.0))
+    rest[:] = 0
     task = take(a)
     while task < a[1]:
         for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
@@ -117,6 +134,7 @@ def _silu_mul(a):
                 for i in range(full, size):
                     pointer(target)[i] = rest[i - full]
         task = take(a)
+    release(memory)
 
 
 def _copy_columns(a):
@@ -131,16 +149,9 @@ def _copy_columns(a):
         task = take(a)
 
 
-# Arguments, all int64; addresses are of contiguous float32 arrays unless said otherwise.
-RMS_NORM = Kernel(_rms_norm)  # x, weight, out (may be x), rows, size, address of eps
-# qkv, cosines, signed sines, positions (int64), slots (int64), rows, heads (0: keys and values only), KV heads,
-# head_dim, page size, width of a value, pool of keys, pool of values, layers, layer, query norm or 0, key norm or 0,
-# address of eps
-ROTATE_AND_STORE = Kernel(_rotate_and_store)
-SILU_MUL = Kernel(_silu_mul)  # gates and ups side by side, out, rows, size
-COPY_COLUMNS = Kernel(_copy_columns)  # x, out, rows, size, bytes from row to row of out, bytes to the first column
-
-
-def row_tasks(rows: int) -> int:
-    """Into how many tasks the kernels of this file are cut."""
-    return -(-rows // ROWS_PER_TASK)
+KERNELS = {
+    "rms_norm": _rms_norm,
+    "rotate_and_store": _rotate_and_store,
+    "silu_mul": _silu_mul,
+    "copy_columns": _copy_columns,
+}

@@ -11,11 +11,22 @@ import math
 import numpy as np
 from numba import njit
 
-from dspark_core.distributions import NO_CHOICE
-from dspark_core.kernels.launch import Kernel
-from dspark_core.kernels.sampling import BLOCK, block_count, inverse_of, mix, normalised, tail, weighed, weights
-from dspark_core.kernels.simd import (
+from dspark_core.kernels import NO_CHOICE
+from dspark_core.kernels.source.sampling import (
+    BLOCK,
+    block_count,
+    inverse_of,
+    mix,
+    normalised,
+    row_memory,
+    row_room,
+    tail,
+    weighed,
+    weights,
+)
+from dspark_core.kernels.source.simd import (
     LANES,
+    allocate,
     doubles,
     integers,
     lane,
@@ -24,6 +35,7 @@ from dspark_core.kernels.simd import (
     load,
     maximum,
     pointer,
+    release,
     splat,
     store,
     take,
@@ -94,13 +106,17 @@ def _draw_row(row, u, size, sums, spare):
 
 def _draw(a):
     x, size, numbers, out, scalings = a[2], a[3], doubles(a[5]), integers(a[6]), pointer(a[7])
-    sums, spare = np.empty(block_count(size), np.float32), np.empty(LANES, np.float32)
+    memory = allocate(row_room(size))
+    if memory == 0:
+        return
+    sums, spare, _ = row_memory(memory, size)
     number = take(a)
     while number < a[1]:
         row = normalised(x + number * size * 4, size, inverse_of(a[4], number), sums, spare)
         scalings[number * 3], scalings[number * 3 + 1], scalings[number * 3 + 2] = row[1], row[2], row[3]
         out[number] = _draw_row(row, numbers[number], size, sums, spare)
         number = take(a)
+    release(memory)
 
 
 @njit
@@ -114,7 +130,10 @@ def _verify(a):
     x, size, starts, lens, slots, ids = a[2], a[3], integers(a[5]), integers(a[6]), a[7], integers(a[8])
     drafts, scalings, accept, residual = integers(a[9]), integers(a[10]), doubles(a[11]), doubles(a[12])
     accepted, chosen = integers(a[13]), integers(a[14])
-    sums, spare = np.empty(block_count(size), np.float32), np.empty(LANES, np.float32)
+    memory = allocate(row_room(size))
+    if memory == 0:
+        return
+    sums, spare, _ = row_memory(memory, size)
     request = take(a)
     while request < a[1]:
         slot, other = 0, NO_ROW
@@ -136,6 +155,7 @@ def _verify(a):
                 row = normalised(row[0], size, row[2], sums, spare)
             chosen[request] = _draw_row(row, residual[request], size, sums, spare)
         request = take(a)
+    release(memory)
 
 
 @njit(error_model="numpy")
@@ -161,14 +181,17 @@ def _couple_row(row, size, state, weight, spare):
 
 def _couple(a):
     x, size, keys, positions, purpose, out = a[2], a[3], integers(a[5]), integers(a[6]), a[7], integers(a[8])
-    sums = np.empty(block_count(size), np.float32)
-    spare, weight = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    memory = allocate(row_room(size))
+    if memory == 0:
+        return
+    sums, spare, weight = row_memory(memory, size)
     number = take(a)
     while number < a[1]:
         row = normalised(x + number * size * 4, size, inverse_of(a[4], number), sums, spare)
         state = mix(mix(mix(keys[number], 0), purpose), positions[number])
         out[number] = _couple_row(row, size, state, weight, spare)
         number = take(a)
+    release(memory)
 
 
 @njit(error_model="numpy")
@@ -202,16 +225,15 @@ def _pick_row(x, size, peaks, spare):
 
 def _pick(a):
     x, size, out = a[2], a[3], integers(a[4])
-    peaks, spare = np.empty(block_count(size), np.float32), np.empty(LANES, np.float32)
+    memory = allocate(row_room(size))
+    if memory == 0:
+        return
+    peaks, spare, _ = row_memory(memory, size)
     number = take(a)
     while number < a[1]:
         out[number] = _pick_row(x + number * size * 4, size, peaks, spare)
         number = take(a)
+    release(memory)
 
 
-DRAW = Kernel(_draw)  # x, size, temperatures or 0, float64 numbers, int64 out, float32 scalings out
-# x, size, temperatures or 0, row starts, lens, slots, draft ids, addresses by slot of draft logits and of their
-# scalings, float64 numbers of slots and of requests, int64 accepted and next ids out
-VERIFY = Kernel(_verify)
-COUPLE = Kernel(_couple)  # x, size, temperatures or 0, keys, positions, purpose, int64 out
-PICK = Kernel(_pick)  # x, size, int64 out
+KERNELS = {"draw": _draw, "verify": _verify, "couple": _couple, "pick": _pick}

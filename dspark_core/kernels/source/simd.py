@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 LANES = 16
+LINE = 64  # bytes of a cache line
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 INTS = ir.VectorType(I32, LANES)
@@ -172,6 +173,29 @@ def take(context: Any, counter: Any) -> Any:
 
 
 @intrinsic
+def allocate(context: Any, size: Any) -> Any:
+    """Address of so many bytes of fresh memory, 0 if there is none. To be given to `release`."""
+
+    def build(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I64, [I64]), "malloc")
+        return builder.call(function, args)
+
+    return types.int64(types.int64), build
+
+
+@intrinsic
+def release(context: Any, address: Any) -> Any:
+    """Give back what `allocate` gave."""
+
+    def build(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "free"), args)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), build
+
+
+@intrinsic
 def call_kernel(context: Any, function: Any, numbers: Any) -> Any:
     """Call the kernel at an address with the address of its numbers."""
 
@@ -193,6 +217,18 @@ def call_barrier(context: Any, function: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.void(types.int64), build
+
+
+@njit
+def room(size):
+    """Bytes of an array of `size` floats that `array` may put at any address: whole cache lines, and one to spare."""
+    return (size * 4 + LINE - 1) // LINE * LINE + LINE
+
+
+@njit
+def array(address, shape):
+    """Floats at the next cache line from an address on, as an array of this shape."""
+    return carray(pointer(address + -address % LINE), shape)
 
 
 @njit

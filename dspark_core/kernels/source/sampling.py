@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import njit
-from torch import Tensor
 
-from dspark_core.kernels.launch import Kernel
-from dspark_core.kernels.simd import (
+from dspark_core.kernels.source.simd import (
     LANES,
+    allocate,
+    array,
     doubles,
     exp,
     integers,
@@ -18,6 +17,8 @@ from dspark_core.kernels.simd import (
     load,
     maximum,
     pointer,
+    release,
+    room,
     splat,
     store,
     take,
@@ -29,6 +30,19 @@ BLOCK = 512  # values that are summed apart before their sum is added: fewer rou
 @njit
 def block_count(size):
     return -(-size // BLOCK)
+
+
+@njit
+def row_room(size):
+    """Bytes that a kernel needs to go through rows of `size` values."""
+    return room(block_count(size)) + 2 * room(LANES)
+
+
+@njit
+def row_memory(memory, size):
+    """At the address of so many bytes: a number for each block of a row, and two vectors."""
+    vectors = memory + room(block_count(size))
+    return array(memory, block_count(size)), array(vectors, LANES), array(vectors + room(LANES), LANES)
 
 
 @njit
@@ -91,7 +105,10 @@ def inverse_of(temperatures, row):
 
 def _softmax(a):
     x, out, size = a[2], a[3], a[4]
-    sums, spare = np.empty(block_count(size), np.float32), np.empty(LANES, np.float32)
+    memory = allocate(row_room(size))
+    if memory == 0:
+        return
+    sums, spare, _ = row_memory(memory, size)
     row = take(a)
     while row < a[1]:
         own, target = normalised(x + row * size * 4, size, inverse_of(a[5], row), sums, spare), out + row * size * 4
@@ -103,6 +120,7 @@ def _softmax(a):
             for i in range(full, size):
                 pointer(target)[i] = spare[i - full]
         row = take(a)
+    release(memory)
 
 
 @njit(error_model="numpy")
@@ -124,26 +142,4 @@ def _uniform(a):
         row = take(a)
 
 
-SOFTMAX = Kernel(_softmax)  # x, out, size of a row, temperatures or 0
-UNIFORM = Kernel(_uniform)  # int64 keys, int64 rounds, float64 out, purpose, slots
-
-
-def softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Softmax of the rows of `logits` [N, V] divided by `temperature` [N]; float32, contiguous."""
-    assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
-    assert temperature is None or temperature.shape == logits.shape[:1]
-    out = torch.empty_like(logits)
-    divisors = 0 if temperature is None else temperature.data_ptr()
-    SOFTMAX(logits.shape[0], logits.data_ptr(), out.data_ptr(), logits.shape[1], divisors)
-    return out
-
-
-def uniform(keys: Tensor, rounds: Tensor, purpose: int, slots: int) -> Tensor:
-    """`dspark_core.randomness.uniform` of keys and rounds [R], a purpose and slots 0, 1, ...: [R, slots]."""
-    assert keys.is_contiguous()
-    assert rounds.is_contiguous()
-    assert keys.shape == rounds.shape
-    out = torch.empty(len(keys), slots, dtype=torch.float64)
-    UNIFORM(len(keys), keys.data_ptr(), rounds.data_ptr(), out.data_ptr(), purpose, slots)
-    return out
+KERNELS = {"softmax": _softmax, "uniform": _uniform}
