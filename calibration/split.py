@@ -13,6 +13,7 @@ import numpy as np
 from calibration.records import Records, split_by_prompt
 from calibration.reliability import ece
 from calibration.sts import Calibrator, Fit, fit_platt, fit_regimes
+from dspark_core.errors import CheckpointError
 from dspark_core.sampling import REGIMES, Regime
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,16 @@ def fit_split(
     Args:
         held_out: share of the prompts to judge by.
         method: auto chooses by what is held out.
+
+    Raises:
+        CheckpointError: too few prompts for that.
     """
     fitted_on, judged = split_by_prompt(records, held_out, seed)
+    if not len(fitted_on) or not len(judged):
+        raise CheckpointError(
+            f"records of {len(np.unique(records.prompt))} prompts, expected two or more of a domain: "
+            "some are fitted on and others judged by"
+        )
     fits = fit_regimes(fitted_on, bins=bins)
     platt = {regime: fit_platt(of_regime(fitted_on, regime)) for regime in fits}
     both = Split(fitted_on, judged, fits, platt, "sts" if method == "auto" else method)

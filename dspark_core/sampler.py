@@ -18,7 +18,7 @@ from dspark_core.devices import tensor_on
 from dspark_core.distributions import Distributions, distributions
 from dspark_core.randomness import Purpose, round_uniform
 from dspark_core.sampling import Filters, SamplingParams
-from dspark_core.verify import Verified, greedy_choices, verify_choices, verify_ratio
+from dspark_core.verify import Verified, greedy_choices, verify_choices
 
 
 class Round:
@@ -61,7 +61,7 @@ class Round:
         Args:
             draft_ids: [R, slot] chosen before, which adjustments look at.
         """
-        ids = self._choose(slot, self._adjust_draft(logits, draft_ids), self._draft_u)
+        ids = self._choose(slot, self._adjust_draft(logits, draft_ids), self._draft_u, self.drafts)
         return ids.clamp_min_(0) if self.adjustments else ids  # they may leave nothing: any token will do
 
     def next_ids(self, logits: Tensor) -> Tensor:
@@ -69,15 +69,17 @@ class Round:
         if self.adjustments:
             nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=self.device)
             logits = self._adjust_target(logits, nothing, [0] * len(logits))
-        return self._choose(0, logits, lambda _: self._uniform(Purpose.RESIDUAL, 1)[:, 0])
+        return self._choose(0, logits, lambda _: self._uniform(Purpose.RESIDUAL, 1)[:, 0], [])
 
-    def _choose(self, slot: int, logits: Tensor, ratio_u: Callable[[int], Tensor]) -> Tensor:
+    def _choose(
+        self, slot: int, logits: Tensor, ratio_u: Callable[[int], Tensor], drawn_from: list[Distributions]
+    ) -> Tensor:
         """One token of each row: the most likely one, one drawn by `ratio_u` of the slot, or the coupled choice."""
 
         def drawn(rows: Tensor) -> Tensor:
             assert self.ratio_filters is not None
-            self.drafts.append(distributions(rows, self.ratio_filters))
-            return self.drafts[-1].draw(ratio_u(slot))
+            drawn_from.append(distributions(rows, self.ratio_filters))
+            return drawn_from[-1].draw(ratio_u(slot))
 
         def coupled(rows: Tensor) -> Tensor:
             assert self.coupled_filters is not None
@@ -123,8 +125,7 @@ class Round:
 
     def _ratio(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
         assert self.ratio_filters is not None
-        return verify_ratio(
-            distributions(logits, self.ratio_filters.rows(rows.owner)),
+        return distributions(logits, self.ratio_filters.rows(rows.owner)).verify(
             draft_ids,
             self.drafts,
             rows.start,

@@ -15,6 +15,7 @@ from dspark_core.kernels import have_kernels
 
 # Below this, dividing by the temperature only loses digits: it is greedy decoding.
 GREEDY_TEMPERATURE = 1e-5
+MAX_TEMPERATURE = 1e30  # more is flat too, and its inverse no number in float32
 MAX_SEED = 2**63 - 1
 Regime = Literal["greedy", "ratio", "coupled"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
@@ -56,7 +57,7 @@ class SamplingParams:
             value = getattr(self, item.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{item.name} is {value}, expected a finite number", item.name)
-        _expect("temperature", self.temperature, self.temperature >= 0, "at least 0")
+        _expect("temperature", self.temperature, 0 <= self.temperature <= MAX_TEMPERATURE, "from 0 to 1e30")
         _expect("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for no limit")
         _expect("top_p", self.top_p, 0 <= self.top_p <= 1, "from 0 to 1")
         _expect("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")

@@ -11,12 +11,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dspark_core.draft.drafter import DraftBlock
 from dspark_core.models.attention import FlatBatch, Segment
-from dspark_core.sampling import argmax
 from dspark_core.step_cost import CostCurves, StepCost
+from dspark_core.verify import greedy_choices
 from server.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ class Probe:
         places = torch.arange(self.context, self.context + rows, device=engine.target.device).repeat(count)
         first = torch.arange(count, device=engine.target.device).repeat_interleave(rows) * (self.pages * size)
         batch = FlatBatch(torch.ones_like(places), places, first + places, segments)
-        engine.target(batch, engine.pool, tap=engine.taps).logits.amax(-1).tolist()
+        greedy_choices(engine.target(batch, engine.pool, tap=engine.taps).logits).tolist()
 
     def draft(self, count: int, slots: int) -> None:
         """Drafting some slots for some requests, and writing the context of as many tokens as such blocks may give:
@@ -202,9 +201,4 @@ class Probe:
             torch.zeros(count * rows, width, dtype=drafter.model.dtype, device=device), places, first + places
         )
         blocks = [DraftBlock(1, self.context, slots, self.table(i)) for i in range(count)]
-        drafter.draft(blocks, most_likely).draft_ids.tolist()
-
-
-def most_likely(_: int, logits: Tensor, __: Tensor) -> Tensor:
-    """Chooses draft tokens greedily."""
-    return argmax(logits)
+        drafter.draft(blocks, lambda _, logits, __: greedy_choices(logits)).draft_ids.tolist()

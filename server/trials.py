@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from server.request import Request
 
 # After so many steps in which somebody did not draft, one of those does for some rounds, with few slots. After each
-# vain try the next one comes twice as late, up to a limit: so trying costs well under one percent where nothing pays.
+# vain try the next one comes twice as late, up to a limit: in the long run trying costs well under one percent.
 EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
 # Much sooner where drafting would pay if the draft were only a little better than is known.
 EXPLORE_SOON = 32

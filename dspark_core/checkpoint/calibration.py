@@ -26,7 +26,7 @@ from dspark_core.sampling import REGIMES, Regime
 logger = logging.getLogger(__name__)
 
 CALIBRATION_FILE = "calibration.json"
-VERSION = 1
+VERSION = 2
 _MUST_AGREE = ("target", "draft", "draft_len", "dtype", "device")
 
 

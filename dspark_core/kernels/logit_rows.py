@@ -9,12 +9,13 @@ from torch import Tensor
 
 from dspark_core.kernels.launch import Kernel
 from dspark_core.randomness import Purpose
+from dspark_core.verify import Verified
 
 # x: address of float32 rows; size: of a row; temperatures: address of one for each row, or 0 for 1 everywhere.
 SOFTMAX = Kernel("softmax")  # x, out, size, temperatures
 UNIFORM = Kernel("uniform")  # int64 keys, int64 rounds, float64 out, purpose, slots
-DRAW = Kernel("draw")  # x, size, temperatures, float64 numbers, int64 ids out, float32 scalings out
-# x, size, temperatures, row starts, lens, slots, draft ids, addresses by slot of draft logits and of their scalings,
+DRAW = Kernel("draw")  # x, size, temperatures, float64 numbers, int64 ids out
+# x, size, temperatures, row starts, lens, slots, draft ids, addresses by slot of draft logits, their temperatures,
 # float64 numbers of slots and of requests, int64 accepted and next ids out
 VERIFY = Kernel("verify")
 COUPLE = Kernel("couple")  # x, size, temperatures, keys, positions, purpose, int64 ids out
@@ -27,28 +28,23 @@ class LogitRows:
     Args:
         logits: [N, V] float32 on a CPU, contiguous; not to be written to any more. Minus infinity is never drawn.
         temperature: [N] float32, or None for 1 everywhere.
-
-    Attributes:
-        scalings: [N, 3] by which a logit became a probability, once tokens were drawn.
     """
 
     def __init__(self, logits: Tensor, temperature: Tensor | None) -> None:
-        assert logits.dtype == torch.float32
-        assert logits.is_contiguous()
-        assert temperature is None or temperature.shape == logits.shape[:1]
+        _expect(logits, torch.float32, logits.shape)
+        if temperature is not None:
+            _expect(temperature, torch.float32, logits.shape[:1])
         self.logits, self.temperature = logits, temperature
-        self.scalings = torch.empty(0)
 
     @property
-    def _row_numbers(self) -> tuple[int, int, int]:
-        temperatures = 0 if self.temperature is None else self.temperature.data_ptr()
-        return self.logits.data_ptr(), self.logits.shape[1], temperatures
+    def _rows(self) -> tuple[int, int, int]:
+        return self.logits.data_ptr(), self.logits.shape[1], _address(self.temperature)
 
     def draw(self, u: Tensor) -> Tensor:
         """As `dspark_core.distributions.Distributions` says."""
         _expect(u, torch.float64, self.logits.shape[:1])
-        ids, self.scalings = torch.empty(len(u), dtype=torch.int64), torch.empty(len(u), 3)
-        DRAW(len(u), *self._row_numbers, u.data_ptr(), ids.data_ptr(), self.scalings.data_ptr())
+        ids = torch.empty(len(u), dtype=torch.int64)
+        DRAW(len(u), *self._rows, u.data_ptr(), ids.data_ptr())
         return ids
 
     def couple(self, keys: Tensor, positions: Tensor) -> Tensor:
@@ -56,7 +52,7 @@ class LogitRows:
         for part in (keys, positions):
             _expect(part, torch.int64, self.logits.shape[:1])
         ids = torch.empty(len(keys), dtype=torch.int64)
-        COUPLE(len(keys), *self._row_numbers, keys.data_ptr(), positions.data_ptr(), int(Purpose.NOISE), ids.data_ptr())
+        COUPLE(len(keys), *self._rows, keys.data_ptr(), positions.data_ptr(), int(Purpose.NOISE), ids.data_ptr())
         return ids
 
     def verify(
@@ -65,36 +61,43 @@ class LogitRows:
         drafts: Sequence[LogitRows],
         row_start: Tensor,
         verify_lens: Tensor,
+        *,
         accept_u: Tensor,
         residual_u: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """As `dspark_core.verify.verify_ratio`, of the target's rows; all `drafts` were drawn from."""
-        requests, slots = draft_ids.shape
-        ids, accept_u = draft_ids.contiguous(), accept_u.contiguous()
-        _expect(ids, torch.int64, (requests, slots))
+    ) -> Verified:
+        """As `dspark_core.distributions.Distributions` says."""
+        (requests, slots), vocab = draft_ids.shape, self.logits.shape[1]
+        ids = draft_ids.contiguous()
+        _expect(ids, torch.int64, (requests, slots), below=vocab)
+        _expect(verify_lens, torch.int64, (requests,), below=slots + 1)
+        _expect(row_start, torch.int64, (requests,), below=len(self.logits))
+        assert int((row_start + verify_lens).max()) < len(self.logits), "rows that are not there"
         _expect(accept_u, torch.float64, (requests, slots))
         _expect(residual_u, torch.float64, (requests,))
-        for part in (row_start, verify_lens):
-            _expect(part, torch.int64, (requests,))
-        assert int((row_start + verify_lens).max()) < len(self.logits), "rows that are not there"
         assert len(drafts) == slots
-        for draft in drafts:
-            assert draft.logits.shape == (requests, self.logits.shape[1])
-            _expect(draft.scalings, torch.float32, (requests, 3))
-        places = torch.tensor([[d.logits.data_ptr() for d in drafts], [d.scalings.data_ptr() for d in drafts]])
+        assert all(draft.logits.shape == (requests, vocab) for draft in drafts)
+        assert all(draft.temperature is drafts[0].temperature for draft in drafts)
+        places = torch.tensor([draft.logits.data_ptr() for draft in drafts])
         accepted, chosen = torch.empty(2, requests, dtype=torch.int64)
         VERIFY(
-            requests, *self._row_numbers, row_start.data_ptr(), verify_lens.data_ptr(), slots, ids.data_ptr(),
-            places[0].data_ptr(), places[1].data_ptr(), accept_u.data_ptr(), residual_u.data_ptr(),
+            requests, *self._rows, row_start.data_ptr(), verify_lens.data_ptr(), slots, ids.data_ptr(),
+            places.data_ptr(), _address(drafts[0].temperature), accept_u.data_ptr(), residual_u.data_ptr(),
             accepted.data_ptr(), chosen.data_ptr(),
         )  # fmt: skip
-        return accepted, chosen
+        return Verified(accepted, chosen)
 
 
-def _expect(tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Kernels trust what they are given."""
+def _address(temperature: Tensor | None) -> int:
+    return 0 if temperature is None else temperature.data_ptr()
+
+
+def _expect(tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], *, below: int | None = None) -> None:
+    """Kernels trust what they are given. `below`: for numbers from 0 on."""
     assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape)), (tensor.dtype, tensor.shape, shape)
     assert tensor.is_contiguous()
+    if below is not None and tensor.numel():
+        numbers = tensor.numpy()
+        assert 0 <= numbers.min() <= numbers.max() < below, f"{tensor.tolist()}, expected 0 to {below - 1}"
 
 
 def most_likely(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 
 from calibration.split import fit_split, mean_error, of_regime
 from calibration.sts import raw
+from dspark_core.errors import CheckpointError
 from dspark_core.sampling import REGIMES
 from tests.calibration.samples import sampled
 
@@ -45,8 +46,9 @@ def test_regimes_are_fitted_apart() -> None:
     assert split.chosen["ratio"].biases[0] == pytest.approx(1.5, abs=0.3)
 
 
-def test_nothing_held_out_is_no_reason_for_biases() -> None:
+def test_nothing_held_out_is_an_error() -> None:
     records = sampled(50, [1.0])
     lonely = replace(records, prompt=np.zeros(50, int))
-    assert fit_split(lonely, 0.4, "auto").method == "sts"
+    with pytest.raises(CheckpointError, match="records of 1 prompts, expected two or more of a domain"):
+        fit_split(lonely, 0.4, "auto")
     assert mean_error(of_regime(records, "greedy"), {"greedy": raw(1)}, 15) == float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ COUNT, SIZE = 1500, 60_000  # below the size from which the C library maps every
 
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(

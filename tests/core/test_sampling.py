@@ -135,7 +135,7 @@ def test_argmax_takes_the_lowest_id_of_a_tie(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-1.0, -1e-9, math.nan, math.inf]),
+        ("temperature", [-1.0, -1e-9, 1e31, math.nan, math.inf]),
         ("top_k", [-2, -100]),
         ("top_p", [-0.1, 1.0001, math.nan]),
         ("min_p", [-0.1, 1.0001, math.nan]),

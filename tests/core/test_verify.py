@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark_core import verify
 from dspark_core.distributions import Probabilities
-from dspark_core.verify import Verified, greedy_choices, verify_choices, verify_ratio
+from dspark_core.kernels import NO_CHOICE
+from dspark_core.verify import Verified, greedy_choices, verify_choices
 
 LARGEST_U = 1 - 2.0**-53
 
@@ -33,8 +35,7 @@ def ratio_one(
     verify_len: int | None = None,
 ) -> tuple[int, int]:
     start, lens = starts([len(drafted) if verify_len is None else verify_len])
-    verified = verify_ratio(
-        Probabilities(torch.tensor(target)),
+    verified = Probabilities(torch.tensor(target)).verify(
         torch.tensor([drafted]),
         [Probabilities(rows) for rows in torch.tensor([draft]).unbind(1)],
         start,
@@ -141,7 +142,7 @@ def test_batches_equal_the_loop_over_single_requests() -> None:
         residual_u = torch.rand(300, dtype=torch.float64, generator=generator)
         drafts = [Probabilities(rows) for rows in draft.unbind(1)]
         numbers = {"accept_u": accept_u, "residual_u": residual_u}
-        found = verify_ratio(Probabilities(target), drafted, drafts, start, lengths, **numbers)
+        found = Probabilities(target).verify(drafted, drafts, start, lengths, **numbers)
         expected = [
             paper_loop(
                 target[start[r] : start[r] + lens[r] + 1].numpy(),
@@ -155,3 +156,13 @@ def test_batches_equal_the_loop_over_single_requests() -> None:
         ]
         assert outcome(found) == expected
         assert {accepted for accepted, _ in expected} == set(range(slots + 1)), "every outcome must occur"
+
+
+def test_a_row_with_some_nan_chooses_nothing_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the largest value is found by `amax`, nothing equals a NaN."""
+    logits = torch.randn(3, 100)
+    logits[0, 5], logits[1, 99] = torch.nan, torch.inf
+    monkeypatch.setattr(verify, "in_kernels", lambda rows: False)
+    assert greedy_choices(logits).tolist() == [NO_CHOICE, NO_CHOICE, int(logits[2].argmax())]
+    monkeypatch.setattr(verify, "argmax", lambda rows: torch.full((3,), 99))
+    assert greedy_choices(logits).tolist() == [NO_CHOICE, NO_CHOICE, 99], "whatever index is given for it"

@@ -140,8 +140,10 @@ def test_hope_is_for_what_is_not_known_yet() -> None:
     usual, hoped = history.survival([request]), history.survival([request], hope=1.0)
     assert hoped[0, 0] == pytest.approx(0.4 + math.sqrt(0.4 * 0.6 / KNOWN_WEIGHT))
     assert (hoped > usual).all()
+    random = np.random.default_rng(0)
     for _ in range(300):
-        accepted = int(np.random.default_rng(0).random() < 0.4)
+        accepted = int(random.random() < 0.4)
         history.observe(one_round(some_request(), None, drafted=K, verified=K, accepted=accepted), None)
     later = history.survival([request], hope=1.0) - history.survival([request])
+    assert history.survival([request])[0, 0] == pytest.approx(0.4, abs=0.1)
     assert 0 < later[0, 0] < 0.6 * (hoped - usual)[0, 0], "less of it, the more is known"

@@ -22,7 +22,6 @@ from dspark_core.kernels.source.sampling import (
     row_room,
     tail,
     weighed,
-    weights,
 )
 from dspark_core.kernels.source.simd import (
     LANES,
@@ -46,37 +45,60 @@ NO_ROW = (np.int64(0), np.float32(0), np.float32(0), np.float32(0))
 
 
 @njit(error_model="numpy")
-def _excess(row, other, i, size, spare):
+def _full_excess(row, other, i):
     """16 weights of a row, less those of another one (address 0: none) where they are more, and 0 where not."""
-    own = weights(row, i, size, spare)
+    own = weighed(load(row[0] + i * 4), row)
     if other[0] == 0:
         return own
-    return maximum(own - weights(other, i, size, spare), splat(np.float32(0)))
+    return maximum(own - weighed(load(other[0] + i * 4), other), splat(np.float32(0)))
+
+
+@njit(error_model="numpy")
+def _excess(row, other, i, size, spare):
+    """The same where the row may end within the 16."""
+    if i + LANES <= size:
+        return _full_excess(row, other, i)
+    own = weighed(tail(row[0], i, size, spare), row)
+    if other[0] == 0:
+        return own
+    return maximum(own - weighed(tail(other[0], i, size, spare), other), splat(np.float32(0)))
 
 
 @njit(error_model="numpy")
 def _sum_excess(row, other, size, sums, spare):
-    """Sums of the blocks of the excess; whether there is any."""
-    found, zero = False, splat(np.float32(0))
+    """Sums of the blocks of the excess as if made in float64, and of all of them.
+
+    What each addition rounds away is added up beside it: the walk through a block must find as much as this.
+    """
+    total = 0.0
     for block in range(block_count(size)):
-        lanes, end = zero, min(size, (block + 1) * BLOCK)
+        end, sums_of_lanes, rounded = min(size, (block + 1) * BLOCK), splat(np.float32(0)), splat(np.float32(0))
         full = end - end % LANES
         for i in range(block * BLOCK, full, LANES):
-            excess = weighed(load(row[0] + i * 4), row) - weighed(load(other[0] + i * 4), other)
-            lanes = lanes + maximum(excess, zero)
+            sums_of_lanes, lost = _two_sum(sums_of_lanes, _full_excess(row, other, i))
+            rounded = rounded + lost
         if full < end:
-            lanes = lanes + _excess(row, other, full, size, spare)
-        sums[block] = lane_sum(lanes)
-        found |= sums[block] > 0
-    return found
+            sums_of_lanes, lost = _two_sum(sums_of_lanes, _excess(row, other, full, size, spare))
+            rounded = rounded + lost
+        sums[block] = 0.0
+        for i in range(LANES):
+            sums[block] += np.float64(lane(sums_of_lanes, i)) + np.float64(lane(rounded, i))
+        total += sums[block]
+    return total
+
+
+@njit
+def _two_sum(x, y):
+    """x + y, and what rounding took off it, exactly (Knuth)."""
+    total = x + y
+    of_y = total - x
+    return total, (x - (total - of_y)) + (y - of_y)
 
 
 @njit(error_model="numpy")
-def _invert(row, other, u, size, sums, spare):
-    """The place at which the cumulative excess passes `u` times the whole, by the sums of its blocks."""
-    total, before, found = 0.0, 0.0, -1
-    for block in range(block_count(size)):
-        total += sums[block]
+def _draw_excess(row, other, u, size, sums, spare):
+    """The place at which the cumulative excess passes `u` times the whole."""
+    total, before, found = _sum_excess(row, other, size, sums, spare), 0.0, -1
     if not total > 0:
         return NO_CHOICE
     point = u * total
@@ -86,10 +108,10 @@ def _invert(row, other, u, size, sums, spare):
             if before + sums[block] > point:
                 break
             before += sums[block]
-    choice, start = 0, found * BLOCK
+    choice, start = NO_CHOICE, found * BLOCK
     for i in range(start, min(size, start + BLOCK), LANES):
         store(spare.ctypes.data, _excess(row, other, i, size, spare))
-        for j in range(min(LANES, size - i)):
+        for j in range(LANES):
             if spare[j] > 0:
                 choice = i + j
                 before += spare[j]
@@ -98,23 +120,16 @@ def _invert(row, other, u, size, sums, spare):
     return choice
 
 
-@njit(error_model="numpy")
-def _draw_row(row, u, size, sums, spare):
-    """Draw from a row by the sums that `normalised` made, which are without its share."""
-    return _invert((row[0], row[1], row[2], np.float32(1)), NO_ROW, u, size, sums, spare)
-
-
 def _draw(a):
-    x, size, numbers, out, scalings = a[2], a[3], doubles(a[5]), integers(a[6]), pointer(a[7])
+    x, size, numbers, out = a[2], a[3], doubles(a[5]), integers(a[6])
     memory = allocate(row_room(size))
     if memory == 0:
         return
     sums, spare, _ = row_memory(memory, size)
     number = take(a)
     while number < a[1]:
-        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), sums, spare)
-        scalings[number * 3], scalings[number * 3 + 1], scalings[number * 3 + 2] = row[1], row[2], row[3]
-        out[number] = _draw_row(row, numbers[number], size, sums, spare)
+        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
+        out[number] = _draw_excess(row, NO_ROW, numbers[number], size, sums, spare)
         number = take(a)
     release(memory)
 
@@ -128,32 +143,36 @@ def _weight(row, i):
 def _verify(a):
     """Speculative rejection sampling of one request a task: rows after its first rejection are not looked at."""
     x, size, starts, lens, slots, ids = a[2], a[3], integers(a[5]), integers(a[6]), a[7], integers(a[8])
-    drafts, scalings, accept, residual = integers(a[9]), integers(a[10]), doubles(a[11]), doubles(a[12])
-    accepted, chosen = integers(a[13]), integers(a[14])
+    drafts, accept, residual, accepted, chosen = (
+        integers(a[9]),
+        doubles(a[11]),
+        doubles(a[12]),
+        integers(a[13]),
+        integers(a[14]),
+    )
     memory = allocate(row_room(size))
     if memory == 0:
         return
     sums, spare, _ = row_memory(memory, size)
     request = take(a)
     while request < a[1]:
-        slot, other = 0, NO_ROW
+        slot, stands = 0, True
         while True:
             number = starts[request] + slot
-            row = normalised(x + number * size * 4, size, inverse_of(a[4], number), sums, spare)
+            row, other = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare), NO_ROW
             if slot == lens[request]:
                 break
-            scaling, token = pointer(scalings[slot] + request * 12), ids[request * slots + slot]
-            other = drafts[slot] + request * size * 4, scaling[0], scaling[1], scaling[2]
-            if not accept[request * slots + slot] * _weight(other, token) < _weight(row, token):
+            other = normalised(drafts[slot] + request * size * 4, size, inverse_of(a[10], request), spare)
+            token = ids[request * slots + slot]
+            stands = accept[request * slots + slot] * _weight(other, token) < _weight(row, token)
+            if not stands:
                 break
-            slot, other = slot + 1, NO_ROW
+            slot += 1
         accepted[request] = slot
-        if other[0] != 0 and _sum_excess(row, other, size, sums, spare):
-            chosen[request] = _invert(row, other, residual[request], size, sums, spare)
-        else:
-            if other[0] != 0:  # rounding left no mass: the target's own, whose sums are gone
-                row = normalised(row[0], size, row[2], sums, spare)
-            chosen[request] = _draw_row(row, residual[request], size, sums, spare)
+        choice = _draw_excess(row, other, residual[request], size, sums, spare)
+        if choice == NO_CHOICE and not stands:  # rounding left no mass: the target's own
+            choice = _draw_excess(row, NO_ROW, residual[request], size, sums, spare)
+        chosen[request] = choice
         request = take(a)
     release(memory)
 
@@ -184,10 +203,10 @@ def _couple(a):
     memory = allocate(row_room(size))
     if memory == 0:
         return
-    sums, spare, weight = row_memory(memory, size)
+    _, spare, weight = row_memory(memory, size)
     number = take(a)
     while number < a[1]:
-        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), sums, spare)
+        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
         state = mix(mix(mix(keys[number], 0), purpose), positions[number])
         out[number] = _couple_row(row, size, state, weight, spare)
         number = take(a)

@@ -35,14 +35,14 @@ def block_count(size):
 @njit
 def row_room(size):
     """Bytes that a kernel needs to go through rows of `size` values."""
-    return room(block_count(size)) + 2 * room(LANES)
+    return room(2 * block_count(size)) + 2 * room(LANES)
 
 
 @njit
 def row_memory(memory, size):
-    """At the address of so many bytes: a number for each block of a row, and two vectors."""
-    vectors = memory + room(block_count(size))
-    return array(memory, block_count(size)), array(vectors, LANES), array(vectors + room(LANES), LANES)
+    """At the address of so many bytes: a float64 for each block of a row, and two vectors."""
+    vectors = memory + room(2 * block_count(size))
+    return doubles(memory), array(vectors, LANES), array(vectors + room(LANES), LANES)
 
 
 @njit
@@ -60,41 +60,26 @@ def weighed(found, row):
     return exp((found - splat(row[1])) * splat(row[2])) * splat(row[3])
 
 
-@njit
-def weights(row, i, size, spare):
-    """Weights of 16 values of a row from place `i` on, 0 past its end."""
-    return weighed(load(row[0] + i * 4) if i + LANES <= size else tail(row[0], i, size, spare), row)
-
-
-@njit
-def block_sum(row, start, size, spare):
-    """Sum of the weights of the block that begins at `start`."""
-    end, sums = min(size, start + BLOCK), splat(np.float32(0))
-    full = end - end % LANES
-    for i in range(start, full, LANES):
-        sums = sums + weighed(load(row[0] + i * 4), row)
-    if full < end:
-        sums = sums + weighed(tail(row[0], full, size, spare), row)
-    return lane_sum(sums)
-
-
 @njit(error_model="numpy")
-def normalised(x, size, inverse, sums, spare):
+def normalised(x, size, inverse, spare):
     """A row at address `x` with what makes its weights the softmax of its values times `inverse`.
 
-    Its largest value becomes 0 first, so that tiny temperatures lose no digits. `sums` gets the sums of its blocks
-    without the share.
+    Its largest value becomes 0 first, so that tiny temperatures lose no digits.
     """
     full, largest = size - size % LANES, splat(np.float32(-np.inf))
     for i in range(0, full, LANES):
         largest = maximum(largest, load(x + i * 4))
     if full < size:
         largest = maximum(largest, tail(x, full, size, spare))
-    row, total = (x, lane_max(largest), inverse, np.float32(1)), np.float32(0)
-    for block in range(block_count(size)):
-        sums[block] = block_sum(row, block * BLOCK, size, spare)
-        total += sums[block]
-    return x, row[1], inverse, np.float32(1) / total
+    row, total = (x, lane_max(largest), inverse, np.float32(1)), 0.0
+    for start in range(0, full, BLOCK):
+        sums = splat(np.float32(0))
+        for i in range(start, min(start + BLOCK, full), LANES):
+            sums = sums + weighed(load(x + i * 4), row)
+        total += lane_sum(sums)
+    if full < size:
+        total += lane_sum(weighed(tail(x, full, size, spare), row))
+    return x, row[1], inverse, np.float32(1 / total)
 
 
 @njit(error_model="numpy")
@@ -108,10 +93,10 @@ def _softmax(a):
     memory = allocate(row_room(size))
     if memory == 0:
         return
-    sums, spare, _ = row_memory(memory, size)
+    _, spare, _ = row_memory(memory, size)
     row = take(a)
     while row < a[1]:
-        own, target = normalised(x + row * size * 4, size, inverse_of(a[5], row), sums, spare), out + row * size * 4
+        own, target = normalised(x + row * size * 4, size, inverse_of(a[5], row), spare), out + row * size * 4
         full = size - size % LANES
         for i in range(0, full, LANES):
             store(target + i * 4, weighed(load(own[0] + i * 4), own))

@@ -113,7 +113,7 @@ def test_values_that_do_not_fit_are_refused(change: dict[str, Any], complaint: s
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"version": 2}, "version 2, expected 1"),
+        ({"version": 1}, "version 1, expected 2"),
         ({"acceptance": [0.5, 0.5, 0.5]}, r"key 'acceptance' is \[0.5, 0.5, 0.5\], expected dict"),
         ({"acceptance": {"ratio": [0.5, 0.5]}}, "acceptance: key 'ratio' holds 2 values"),
         ({"acceptance": {"ratio": [0.5, 0.5, 1.5]}}, "holds 1.5, expected finite numbers at least 0 and at most 1"),
