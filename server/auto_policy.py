@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,15 @@ from server.policy import LengthPolicy, Rounds, StepOutcome, regimes_of
 from server.request import Request
 from server.trials import EXPLORE_SLOTS, Trials
 
+logger = logging.getLogger(__name__)
+
 CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
 # nearly all that a free choice brings (docs/LOG.md).
 SPARE_SLOTS = 1
 HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
+# Where it would not pay even for a request alone that is so much better, one request in so many is still able to draft.
+LAST_HOPE, WATCHED = 2.0, 8
 
 
 @dataclass
@@ -74,6 +79,26 @@ class AutoPolicy(LengthPolicy):
         self._step: _Step | None = None
         self.trials = Trials()
         self.full_share, self._coins = 0.0, random.Random()
+        self._hopeless = 0  # requests in a row for which drafting cannot pay
+
+    def may_draft(self, request: Request) -> bool:
+        """Not where drafting would not pay even alone on the machine, with a draft far better than is known.
+
+        Such requests cost what plain ones cost. Some are excepted, or nobody would learn that things have changed.
+        """
+        lens = choose_draft_lens(
+            self.history.survival([request], hope=LAST_HOPE),
+            [self.history.draft_len],
+            self.cost.at(len(request.tokens), 1),
+            draft_factor=self.watch.factor,
+        )
+        if any(lens):
+            self._hopeless = 0
+            return True
+        if not self._hopeless:
+            logger.info("no draft would pay here as things are: one request in %d tries, others are plain", WATCHED)
+        self._hopeless += 1
+        return self._hopeless % WATCHED == 0
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         lens = [0] * len(limits)

@@ -73,6 +73,10 @@ class LengthPolicy:
     reads_confidence = False
     calibration: Calibration | None = None
 
+    def may_draft(self, request: Request) -> bool:
+        """Whether a new request may ever draft: then the draft's context is kept for it, which costs some percent."""
+        return True
+
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         """Draft slots of requests that decode in this step, at most `limits` (0: does not speculate).
 
@@ -104,6 +108,9 @@ class FixedLength(LengthPolicy):
 
     def __init__(self, length: int) -> None:
         self.length = length
+
+    def may_draft(self, request: Request) -> bool:
+        return self.length > 0
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         return [min(limit, self.length) for limit in limits]

@@ -127,6 +127,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        self.keeps_context: bool | None = None  # of the draft; undecided before it is admitted
         self._stops = StopStrings(self.params.stop)
         self._text_to_send = ""
         self._ids_to_send: list[int] = []

@@ -148,8 +148,16 @@ class RequestScheduler:
         return self.memory.cache is not None and request.params.prompt_logprobs is None
 
     def keeps_context(self, request: Request) -> bool:
-        """Whether the draft's context is kept for this request: plain ones never draft and save the work."""
-        return self.draft_len > 0 and request.params.speculative
+        """Whether the draft's context is kept for this request: others can never draft, and save the work.
+
+        Decided when it is first asked, and for good: a context has no holes.
+        """
+        if request.keeps_context is None:
+            params = request.params
+            request.keeps_context = (
+                self.draft_len > 0 and params.speculative and (params.whole_blocks or self.policy.may_draft(request))
+            )
+        return request.keeps_context
 
     def _decode(self, request: Request, slots: int) -> Work | None:
         if request not in self.running:  # pre-empted by one before it
@@ -166,7 +174,7 @@ class RequestScheduler:
 
     def num_slots(self, request: Request) -> int:
         """Most draft slots of the next round: none is proposed that `max_tokens` or the context end would cut off."""
-        if not request.params.speculative:
+        if not self.keeps_context(request):
             return 0
         return max(0, min(self.draft_len, request.max_tokens - request.num_generated - 1))
 

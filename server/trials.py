@@ -61,8 +61,9 @@ class Trials:
         if self._idle_steps >= self._patience[hope]:
             self._idle_steps, self._turn = 0, self._turn + 1
             self._patience[hope] = min(2 * self._patience[hope], EXPLORE_RARELY)
-            chosen = min(idle, key=lambda request: self._began.get(request, 0))
-            self._began[chosen], self._left[chosen] = self._turn, EXPLORE_ROUNDS
+            # Where there is hope all try together: then it costs little, for together they nearly pay.
+            for request in idle if hope else [min(idle, key=lambda request: self._began.get(request, 0))]:
+                self._began[request], self._left[request] = self._turn, EXPLORE_ROUNDS
         if not self._left:
             return set()
         trying = {request for request in idle if request in self._left}

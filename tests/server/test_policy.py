@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
-from server.auto_policy import AutoPolicy
+from server.auto_policy import WATCHED, AutoPolicy
 from server.config import ServerConfig
 from server.loader import load_engine
 from server.policy import FixedLength, LengthPolicy
@@ -167,6 +169,76 @@ def test_a_draft_that_may_pay_is_tried_soon() -> None:
         tell(policy, some_request(), drafted=4, accepted=0)
     lens = [choose(policy, [request], [4])[0] for _ in range(EXPLORE_EVERY + 2 * REST)]
     assert lens.index(EXPLORE_SLOTS) == pytest.approx(EXPLORE_EVERY, abs=2 * REST), "no hope is left"
+
+
+def test_where_there_is_hope_all_try_together() -> None:
+    policy = AutoPolicy(COST, Calibration({}, {"ratio": (0.45,) * 4}))
+    requests = [some_request() for _ in range(3)]
+    lens = [choose(policy, requests, [4] * 3) for _ in range(EXPLORE_SOON + 2 * REST)]
+    assert [step for step in lens if any(step)] == [[EXPLORE_SLOTS] * 3] * EXPLORE_ROUNDS
+
+
+def hopeless() -> AutoPolicy:
+    """Even a sure draft of four slots would cost more than it brings."""
+    cost = StepCost(CostCurves([1, 5, 40], [1.0, 9.0, 79.0], [1, 8], [2.0, 9.0], [4.0, 18.0], draft_len=4))
+    return AutoPolicy(cost, Calibration({}, {"ratio": (0.4,) * 4}))
+
+
+def test_where_no_draft_can_pay_requests_are_plain_but_for_some(caplog: pytest.LogCaptureFixture) -> None:
+    policy = hopeless()
+    with caplog.at_level(logging.INFO):
+        able = [policy.may_draft(some_request()) for _ in range(4 * WATCHED)]
+    assert able == [number % WATCHED == 0 for number in range(1, 4 * WATCHED + 1)]
+    assert caplog.text.count("no draft would pay here") == 1, "said once"
+
+
+def test_where_a_draft_pays_for_one_alone_every_request_may(caplog: pytest.LogCaptureFixture) -> None:
+    """Though it does not at the present load, or by what is known: loads fall, and estimates err."""
+    policy, requests = AutoPolicy(COST, Calibration({}, {"ratio": (0.3,) * 4})), [some_request() for _ in range(20)]
+    assert choose(policy, requests, [4] * 20) == [0] * 20
+    assert all(policy.may_draft(some_request()) for _ in range(2 * WATCHED))
+    for _ in range(100):
+        tell(policy, some_request(), drafted=4, accepted=0)
+    assert not policy.may_draft(some_request()), "once it is known to be bad"
+    for _ in range(40):
+        tell(policy, some_request(), drafted=4, accepted=4)
+    assert policy.may_draft(some_request()), "and again when it is not any more"
+    assert "no draft would pay" not in caplog.text
+
+
+def test_requests_that_cannot_draft_cost_what_plain_ones_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(oracle(4, continuation))
+    engine.policy = hopeless()
+    assert engine.drafter is not None
+    absorb, written = engine.drafter.absorb, list[int]()
+
+    def noting(features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        written.append(len(features))
+        absorb(features, positions, slots)
+
+    monkeypatch.setattr(engine.drafter, "absorb", noting)
+    params = RequestParams(GREEDY, max_tokens=COUNT)
+    for _ in range(WATCHED - 1):
+        (result,) = run(engine, [(make_prompt(9), params)])
+        assert result.ids == plain(GREEDY, 9)
+    assert not written, "nothing was kept for the draft"
+    results = run(engine, [(make_prompt(9), params), (make_prompt(9), replace(params, whole_blocks=True))])
+    assert [result.ids for result in results] == [plain(GREEDY, 9)] * 2
+    assert written, "but for the one that tries, and for one whose client wants blocks"
+    assert results[1].last.speculation.accepted > 0
+
+
+def test_whether_a_request_may_draft_is_decided_once() -> None:
+    engine = make_engine(oracle(4, continuation))
+    request = engine.make_request(make_prompt(9), RequestParams(GREEDY, max_tokens=COUNT))
+    engine.policy = hopeless()
+    engine.add(request)
+    engine.step()
+    engine.policy = LengthPolicy()
+    while engine.has_work:
+        engine.step()
+    assert request.output_ids == plain(GREEDY, 9)
+    assert request.speculation.rounds == 0, "a context that was begun in the middle would have a hole"
 
 
 def test_limits_hold_and_plain_requests_stay_plain() -> None:
