@@ -60,7 +60,7 @@ class Distributions(Protocol):
 def distributions(logits: Tensor, filters: Filters) -> Distributions:
     """What is sampled from, of logits [N, V] (see `sampling.probabilities`). They must not be written to any more."""
     if in_kernels(logits):
-        from dspark_core.kernels.logit_rows import LogitRows  # needs llvmlite
+        from dspark_core.logit_rows import LogitRows  # needs llvmlite
 
         return LogitRows(filtered(logits, filters), filters.temperature)
     return Probabilities(probabilities(logits, filters))

@@ -69,9 +69,9 @@ def uniform(keys: Tensor, *counters: Tensor | int) -> Tensor:
 def round_uniform(keys: Tensor, rounds: Tensor, purpose: Purpose, slots: int) -> Tensor:
     """The numbers of slots 0, 1, ... of a round of requests: [R, slots] from keys and rounds [R]."""
     if keys.device.type == "cpu" and have_kernels():  # torch takes 30 times as long for so few numbers
-        from dspark_core.kernels import logit_rows  # needs llvmlite
+        from dspark_core.kernels import rows as kernels  # needs llvmlite
 
-        return logit_rows.uniform(keys, rounds, int(purpose), slots)
+        return kernels.uniform(keys, rounds, int(purpose), slots)
     places = torch.arange(slots, device=keys.device)
     return uniform(keys.unsqueeze(-1), rounds.unsqueeze(-1), int(purpose), places)
 

@@ -150,9 +150,9 @@ def filtered(logits: Tensor, filters: Filters) -> Tensor:
 def _softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Softmax of rows divided by their temperatures. The maximum becomes 0 first, so that tiny ones lose no digits."""
     if in_kernels(logits):
-        from dspark_core.kernels import logit_rows  # needs llvmlite
+        from dspark_core.kernels import rows as kernels  # needs llvmlite
 
-        return logit_rows.softmax(logits, temperature)
+        return kernels.softmax(logits, temperature)
     if temperature is not None:
         logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
     return torch.softmax(logits, -1)

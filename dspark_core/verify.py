@@ -51,7 +51,7 @@ def verify_choices(choices: Tensor, draft_ids: Tensor, row_start: Tensor, verify
 def greedy_choices(logits: Tensor) -> Tensor:
     """[N, V] to [N]: the most likely token, the lowest id on a tie."""
     if in_kernels(logits):
-        from dspark_core.kernels.logit_rows import most_likely  # needs llvmlite
+        from dspark_core.kernels.rows import most_likely  # needs llvmlite
 
         return most_likely(logits.contiguous())
     return torch.where(logits.amax(-1).isfinite(), argmax(logits), NO_CHOICE)

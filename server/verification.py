@@ -13,8 +13,7 @@ import torch
 
 from dspark_core import __version__
 from dspark_core.checkpoint.calibration import CALIBRATION_FILE, Calibration, load_calibration
-from dspark_core.checkpoint.demo import cache_folder
-from dspark_core.checkpoint.files import locked
+from dspark_core.checkpoint.files import cache_folder, locked
 from dspark_core.checkpoint.fingerprint import fingerprint
 from dspark_core.checkpoint.origin import Origin
 from dspark_core.checkpoint.references import DEMO

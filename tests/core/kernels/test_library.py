@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_core.kernels import layers, library, logit_rows, matmul
+from dspark_core.kernels import layers, library, matmul, rows
 from dspark_core.kernels.launch import Kernel
 from dspark_core.kernels.source import build
 from dspark_core.kernels.source.simd import integers, take
@@ -41,7 +41,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         made.append(path)
         path.write_bytes(build.compiled({"answer": answer}))
 
-    monkeypatch.setenv(library.CACHE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(library, "cache_folders", lambda: [tmp_path / "kernels"])
     monkeypatch.setattr(library, "_build", quickly)
     return made
 
@@ -51,7 +51,7 @@ def fresh() -> library.Library:
 
 
 def test_all_kernels_that_are_called_are_there() -> None:
-    called = [value for module in (layers, logit_rows) for value in vars(module).values() if isinstance(value, Kernel)]
+    called = [value for module in (layers, rows) for value in vars(module).values() if isinstance(value, Kernel)]
     called += matmul.MATMUL.values()
     assert {kernel.name for kernel in called} | {"run_program"} == set(build.all_kernels())
     assert len({kernel.address for kernel in called}) == len(called)

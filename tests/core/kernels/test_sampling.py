@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark_core.kernels.logit_rows import softmax
+from dspark_core.kernels.rows import softmax
 from dspark_core.kernels.source.sampling import BLOCK
 
 SIZES = [1, 5, 16, 100, BLOCK, BLOCK + 1, 5000, 49152]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dspark_core.distributions import Probabilities
 from dspark_core.kernels import NO_CHOICE
-from dspark_core.kernels.logit_rows import LogitRows, most_likely, softmax
+from dspark_core.kernels.rows import most_likely, softmax
 from dspark_core.kernels.source.sampling import BLOCK
+from dspark_core.logit_rows import LogitRows
 from dspark_core.sampling import argmax
 from dspark_core.verify import Verified, greedy_choices
 

@@ -1,0 +1,81 @@
+"""Distributions by logits, whose tokens our kernels choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark_core.kernels.rows import COUPLE, DRAW, VERIFY, expect
+from dspark_core.randomness import Purpose
+from dspark_core.verify import Verified
+
+
+class LogitRows:
+    """Distributions over V tokens by their logits: softmax of rows divided by their temperatures.
+
+    Args:
+        logits: [N, V] float32 on a CPU, contiguous; not to be written to any more. Minus infinity is never drawn.
+        temperature: [N] float32, or None for 1 everywhere.
+    """
+
+    def __init__(self, logits: Tensor, temperature: Tensor | None) -> None:
+        expect(logits, torch.float32, logits.shape)
+        if temperature is not None:
+            expect(temperature, torch.float32, logits.shape[:1])
+        self.logits, self.temperature = logits, temperature
+
+    @property
+    def _rows(self) -> tuple[int, int, int]:
+        return self.logits.data_ptr(), self.logits.shape[1], _address(self.temperature)
+
+    def draw(self, u: Tensor) -> Tensor:
+        """As `dspark_core.distributions.Distributions` says."""
+        expect(u, torch.float64, self.logits.shape[:1])
+        ids = torch.empty(len(u), dtype=torch.int64)
+        DRAW(len(u), *self._rows, u.data_ptr(), ids.data_ptr())
+        return ids
+
+    def couple(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """As `dspark_core.distributions.Distributions` says."""
+        for part in (keys, positions):
+            expect(part, torch.int64, self.logits.shape[:1])
+        ids = torch.empty(len(keys), dtype=torch.int64)
+        COUPLE(len(keys), *self._rows, keys.data_ptr(), positions.data_ptr(), int(Purpose.NOISE), ids.data_ptr())
+        return ids
+
+    def verify(
+        self,
+        draft_ids: Tensor,
+        drafts: Sequence[LogitRows],
+        row_start: Tensor,
+        verify_lens: Tensor,
+        *,
+        accept_u: Tensor,
+        residual_u: Tensor,
+    ) -> Verified:
+        """As `dspark_core.distributions.Distributions` says."""
+        (requests, slots), vocab = draft_ids.shape, self.logits.shape[1]
+        ids = draft_ids.contiguous()
+        expect(ids, torch.int64, (requests, slots), below=vocab)
+        expect(verify_lens, torch.int64, (requests,), below=slots + 1)
+        expect(row_start, torch.int64, (requests,), below=len(self.logits))
+        assert int((row_start + verify_lens).max()) < len(self.logits), "rows that are not there"
+        expect(accept_u, torch.float64, (requests, slots))
+        expect(residual_u, torch.float64, (requests,))
+        assert len(drafts) == slots
+        assert all(draft.logits.shape == (requests, vocab) for draft in drafts)
+        assert all(draft.temperature is drafts[0].temperature for draft in drafts)
+        places = torch.tensor([draft.logits.data_ptr() for draft in drafts])
+        accepted, chosen = torch.empty(2, requests, dtype=torch.int64)
+        VERIFY(
+            requests, *self._rows, row_start.data_ptr(), verify_lens.data_ptr(), slots, ids.data_ptr(),
+            places.data_ptr(), _address(drafts[0].temperature), accept_u.data_ptr(), residual_u.data_ptr(),
+            accepted.data_ptr(), chosen.data_ptr(),
+        )  # fmt: skip
+        return Verified(accepted, chosen)
+
+
+def _address(temperature: Tensor | None) -> int:
+    return 0 if temperature is None else temperature.data_ptr()
