@@ -25,9 +25,12 @@ CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
 # nearly all that a free choice brings (docs/LOG.md).
 SPARE_SLOTS = 1
+LEAST_GAIN = 1.02  # what is expected errs by some percent: where that is all there is to win, plain steps are safer
 HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
-# Where it would not pay even for a request alone that is so much better, one request in so many is still able to draft.
-LAST_HOPE, WATCHED = 2.0, 8
+# Where it would not pay even so much better, at none of some loads, one request in so many is still able to draft: by
+# the first tokens of its prompt, drawn anew after a while.
+LAST_HOPE, LOADS = 2.0, (1, 4, 16)
+WATCHED, BEGINNING, REDRAWN = 8, 64, 512
 
 
 @dataclass
@@ -79,26 +82,26 @@ class AutoPolicy(LengthPolicy):
         self._step: _Step | None = None
         self.trials = Trials()
         self.full_share, self._coins = 0.0, random.Random()
-        self._hopeless = 0  # requests in a row for which drafting cannot pay
+        self._hopeless = 0  # requests for which drafting could not pay
 
     def may_draft(self, request: Request) -> bool:
-        """Not where drafting would not pay even alone on the machine, with a draft far better than is known.
+        """Not where drafting would not pay with a draft far better than is known, whatever the load.
 
-        Such requests cost what plain ones cost. Some are excepted, or nobody would learn that things have changed.
+        Such requests cost what plain ones cost. Some are excepted, or nobody would learn that things have changed: by
+        how their prompts begin, so that all turns of a conversation, which share cached pages, fall on one side.
         """
-        lens = choose_draft_lens(
-            self.history.survival([request], hope=LAST_HOPE),
-            [self.history.draft_len],
-            self.cost.at(len(request.tokens), 1),
-            draft_factor=self.watch.factor,
-        )
-        if any(lens):
-            self._hopeless = 0
-            return True
+        survival = self.history.survival([request], hope=LAST_HOPE)
+        size = len(request.tokens)
+        for context in (size, size + request.max_tokens):
+            for load in LOADS:
+                limits, curves = [self.history.draft_len] * load, self.cost.at(context, load)
+                if any(choose_draft_lens(np.repeat(survival, load, 0), limits, curves)):
+                    return True
         if not self._hopeless:
-            logger.info("no draft would pay here as things are: one request in %d tries, others are plain", WATCHED)
+            logger.info("no draft would pay here as things are: one request in %d may try, others are plain", WATCHED)
         self._hopeless += 1
-        return self._hopeless % WATCHED == 0
+        watch = hash((self._hopeless // REDRAWN, *request.tokens[:BEGINNING]))
+        return watch % WATCHED == 0
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
         lens = [0] * len(limits)
@@ -149,6 +152,7 @@ class AutoPolicy(LengthPolicy):
                 others=len(limits) - len(able),
                 prefill_tokens=prefill_tokens,
                 draft_factor=self.watch.factor,
+                least_gain=LEAST_GAIN,
             )
 
         expected = self.history.survival(may_draft)

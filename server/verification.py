@@ -174,13 +174,13 @@ def find_step_cost(config: ServerConfig, engine: Engine, models: Models) -> tupl
 def _conditions(engine: Engine, models: Models) -> list[object]:
     """What costs measured at start depend on, besides the machine's mood."""
     sizes = [engine.max_num_seqs, engine.pool.page_size, engine.max_model_len, engine.pool.num_pages]
-    kernels = _kernels()
+    kernels = _kernels(engine)
     return [models.origin.as_json(), versions(), sizes, kernels]
 
 
-def _kernels() -> str:
+def _kernels(engine: Engine) -> str:
     """Which kernels run here."""
-    if not have_kernels():
+    if engine.target.device.type != "cpu" or not have_kernels():
         return ""
     from dspark_core.kernels.library import source_key  # needs llvmlite
 

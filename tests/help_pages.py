@@ -47,7 +47,7 @@ cors_origins = ["https://example.org"]
 
 A value that cannot be used, an unknown flag and an unknown key of the file stop the program with exit code 2 and one
 line that names the flag, the variable, or the file and key. Another variable that begins with `DSPARK_` is a warning in
-the log, except those that are no settings: `DSPARK_CACHE` (where models, measurements and kernels are kept),
+the log, except those that are no settings: `DSPARK_CACHE` (where models and measurements are kept),
 `DSPARK_DEMO_WHEEL`, and `DSPARK_VENV`, `DSPARK_PYTHON`, `DSPARK_CONSTRAINTS` of the scripts. Kubernetes sets
 `DSPARK_PORT` to an address of its own where a service is called `dspark`: call it otherwise, or set
 `enableServiceLinks: false`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError
 
 # Attention's work is cut into tiles: so many query rows, each with the query heads that share a key-value head.
 TILE_ROWS = 16
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def have_kernels() -> bool:
-    """Whether kernels can be compiled here."""
+    """Whether kernels run here. They are compiled when this is first asked, if they never were."""
     reason = _missing()
     if reason:
         logger.warning("no CPU kernels (%s): slower, and exact only up to near-ties of the two best tokens", reason)
@@ -37,8 +37,14 @@ def _missing() -> str:
         import llvmlite.binding as llvm
     except ImportError as error:
         return str(error)
-    if find_spec("numba") is None:
-        return "No module named 'numba'"
     wanted = ("f16c", "fma") if platform.machine() in ("x86_64", "AMD64") else ()
     features = llvm.get_host_cpu_features()
-    return ", ".join(f"the CPU has no {name.upper()}" for name in wanted if not features.get(name))
+    if missing := [f"the CPU has no {name.upper()}" for name in wanted if not features.get(name)]:
+        return ", ".join(missing)
+    from dspark_core.kernels.library import built_library  # needs llvmlite
+
+    try:
+        built_library()
+    except (OSError, RuntimeError, PackageNotFoundError) as error:
+        return str(error)
+    return ""

@@ -37,16 +37,11 @@ class Kernel:
     """
 
     def __init__(self, name: str, library: Callable[[], Library] = built_library) -> None:
-        self.name, self._find = name, library
-
-    @cached_property
-    def _library(self) -> Library:
-        """Kept: the code goes with it."""
-        return self._find()
+        self.name, self._library = name, library
 
     @cached_property
     def address(self) -> int:
-        return self._library.address(self.name)
+        return self._library().address(self.name)
 
     @cached_property
     def _serial(self) -> Any:

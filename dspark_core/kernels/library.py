@@ -1,6 +1,6 @@
 """Compiled kernels: made once for a version of their source and a kind of CPU, then loaded without the compiler.
 
-Numba and what it imports take 80 MB and most of a second. So a process of its own compiles all kernels into one object
+Numba and what it imports take 50 MB and most of a second. So a process of its own compiles all kernels into one object
 file, and those that serve only link it.
 """
 
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
+from typing import ClassVar
 
 import llvmlite.binding as llvm
 
-from dspark_core.checkpoint.files import cache_folder, locked
+from dspark_core.checkpoint.files import cache_folder, locked, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,13 @@ PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class Library:
-    """Kernels of an object file, in memory.
+    """Kernels of an object file, in memory. They stay there: somebody may run them long after this is forgotten.
 
     Args:
         data: the file's content.
     """
+
+    _kept: ClassVar[list[Library]] = []
 
     def __init__(self, data: bytes) -> None:
         llvm.initialize_native_target()
@@ -39,26 +44,39 @@ class Library:
         self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._linker.add_object_file(llvm.ObjectFileRef.from_data(data))
         self._linker.finalize_object()
+        self._kept.append(self)
 
     def address(self, name: str) -> int:
-        """Where a kernel begins. It stays there as long as this object lives."""
+        """Where a kernel begins."""
         address: int = self._linker.get_function_address(name)
         assert address, f"there is no kernel {name}"
         return address
 
 
-@cache
+_once = Lock()
+
+
 def built_library() -> Library:
-    """All kernels, compiled now if they never were. Raises RuntimeError if they cannot be."""
-    name = f"kernels-{source_key()}.o"
+    """All kernels, compiled now if they never were. Raises RuntimeError or OSError if they cannot be."""
+    with _once:
+        return _built_library()
+
+
+@cache
+def _built_library() -> Library:
+    name = f"kernels-{source_key()}"
     for folder in cache_folders():
         try:
-            return Library(_built(folder / name).read_bytes())
+            with locked(folder / name, on_wait=lambda: logger.info("another process compiles the CPU kernels")):
+                data = _kept_at(folder / name)
+                if data is None:
+                    data = _compiled()
+                    write_atomically(folder / name, lambda file: file.write(_digest(data) + data))  # noqa: B023
+                return Library(data)
         except OSError as error:
             logger.info("%s: no place for compiled kernels (%s)", folder, error.strerror)
     logger.warning("no folder to keep compiled kernels in: they are compiled anew in every process")
-    with tempfile.TemporaryDirectory() as temporary:
-        return Library(_built(Path(temporary) / name).read_bytes())
+    return Library(_compiled())
 
 
 def cache_folders() -> list[Path]:
@@ -66,22 +84,35 @@ def cache_folders() -> list[Path]:
     return [Path(__file__).with_name("__pycache__"), cache_folder() / "kernels"]
 
 
-def _built(path: Path) -> Path:
-    """The object file, made if it is missing. Other processes that need it wait for it."""
-    if not path.is_file():
-        with locked(path, on_wait=lambda: logger.info("another process compiles the CPU kernels")):
-            if not path.is_file():
-                logger.info("compiling the CPU kernels, once for this machine: about half a minute")
-                _build(path)
-    return path
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
-def _build(path: Path) -> None:
-    command = [sys.executable, "-m", "dspark_core.kernels.source.build", str(path)]
-    # From the folder that holds our package: it need not be installed.
-    done = subprocess.run(command, cwd=PACKAGES, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the CPU kernels cannot be compiled:\n{done.stderr.strip()}")
+def _kept_at(path: Path) -> bytes | None:
+    """The content of the object file; None if it is not there, not whole, or somebody else's."""
+    if not path.is_file() or path.stat().st_uid not in (0, os.geteuid()):
+        return None
+    content = path.read_bytes()
+    digest, data = content[:32], content[32:]
+    return data if digest == _digest(data) else None
+
+
+@cache
+def _compiled() -> bytes:
+    """The object file, by a process of its own that sees the same packages."""
+    logger.info("compiling the CPU kernels, once for this machine: about a quarter of a minute")
+    places = [*(str(Path(place).absolute()) for place in sys.path if place), str(PACKAGES)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.o"
+        command = [sys.executable, "-P", "-m", "dspark_core.kernels.source.build", str(path), source_key()]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
+        if done.returncode:
+            told = done.stderr.strip() or f"the compiler ended with code {done.returncode}"
+            raise RuntimeError(f"the CPU kernels cannot be compiled: {told}")
+        return path.read_bytes()
 
 
 @cache

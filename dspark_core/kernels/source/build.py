@@ -1,4 +1,4 @@
-"""Compile kernels into an object file: `python -m dspark_core.kernels.source.build FILE`."""
+"""Compile kernels into an object file: `python -m dspark_core.kernels.source.build FILE KEY`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit, types
 
-from dspark_core.checkpoint.files import write_atomically
+from dspark_core.kernels.library import Library, source_key
 from dspark_core.kernels.source import attention, choosing, matmul, pointwise, program, sampling
 
 Function = Callable[[Any], None]
@@ -60,8 +60,15 @@ def _this_cpu() -> Any:
 
 
 def main() -> None:
-    data = compiled(all_kernels())
-    write_atomically(Path(sys.argv[1]), lambda file: file.write(data))
+    path, key = sys.argv[1:]
+    if source_key() != key:
+        sys.exit("the kernels' source has changed meanwhile")
+    kernels = all_kernels()
+    data = compiled(kernels)
+    library = Library(data)  # a name that is found nowhere ends this process, and not the one that serves
+    for name in kernels:
+        library.address(name)
+    Path(path).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from dspark_core import kernels
+from dspark_core.kernels import library
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,15 @@ def test_a_cpu_without_half_precision_is_told(
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert not kernels.have_kernels()
-    assert "numba" in caplog.text
+    assert "llvmlite" in caplog.text
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("the CPU kernels cannot be compiled: Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(library, "built_library", fail)
+    assert not kernels.have_kernels()
+    assert "Numba needs NumPy 2.4 or less" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -33,21 +34,21 @@ def answer_of(kernel: Kernel) -> int:
 
 
 @pytest.fixture
-def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files that were built; building makes a library of one kernel. They lie in a folder of the test's own."""
-    made: list[Path] = []
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Versions that were compiled, each to a library of one kernel. They lie in a folder of the test's own."""
+    made: list[str] = []
 
-    def quickly(path: Path) -> None:
-        made.append(path)
-        path.write_bytes(build.compiled({"answer": answer}))
+    def quickly() -> bytes:
+        made.append(library.source_key())
+        return build.compiled({"answer": answer})
 
     monkeypatch.setattr(library, "cache_folders", lambda: [tmp_path / "kernels"])
-    monkeypatch.setattr(library, "_build", quickly)
+    monkeypatch.setattr(library, "_compiled", quickly)
     return made
 
 
 def fresh() -> library.Library:
-    return library.built_library.__wrapped__()
+    return library._built_library.__wrapped__()
 
 
 def test_all_kernels_that_are_called_are_there() -> None:
@@ -57,7 +58,7 @@ def test_all_kernels_that_are_called_are_there() -> None:
     assert len({kernel.address for kernel in called}) == len(called)
 
 
-def test_they_are_built_once_for_a_version(builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_built_once_for_a_version(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for version, count in (("a", 1), ("a", 1), ("b", 2), ("a", 2)):
         monkeypatch.setattr(library, "source_key", lambda version=version: version)
         assert answer_of(Kernel("answer", fresh)) == 42
@@ -80,35 +81,69 @@ def test_the_version_is_that_of_source_compiler_and_cpu(tmp_path: Path, monkeypa
     assert len(found) == 5
 
 
-def test_those_who_come_together_build_once(builds: list[Path]) -> None:
+def test_those_who_come_together_build_once(builds: list[str]) -> None:
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(lambda _: fresh(), range(4)))
     assert len(builds) == 1
     assert len({kernels.address("answer") for kernels in libraries}) == 4, "each has its own copy"
 
 
+def test_what_is_damaged_is_built_again(builds: list[str], tmp_path: Path) -> None:
+    fresh()
+    (path,) = (path for path in (tmp_path / "kernels").iterdir() if not path.name.startswith("."))
+    whole = path.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], whole[:-1] + b"x", b"x" * 999):
+        path.write_bytes(content)
+        assert answer_of(Kernel("answer", fresh)) == 42
+        assert library._kept_at(path)
+    assert len(builds) == 5
+
+
+def test_what_is_not_ours_is_not_run(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh()
+    monkeypatch.setattr(library.os, "geteuid", lambda: 12345)
+    if os.getuid() != 0:  # root's is trusted
+        fresh()
+        assert len(builds) == 2
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(
-    builds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "kernels").write_text("in the way")
     assert answer_of(Kernel("answer", fresh)) == 42
     assert "compiled anew in every process" in caplog.text
-    assert not builds[0].exists(), "nothing is left behind"
 
 
+@pytest.mark.parametrize("full", [False, True])
 def test_the_next_folder_serves_where_the_first_cannot(
-    builds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full: bool, builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "no").write_text("in the way")
-    monkeypatch.setattr(library, "cache_folders", lambda: [tmp_path / "no", tmp_path / "user"])
+    first, second = tmp_path / "first", tmp_path / "second"
+    if not full:
+        first.write_text("in the way")
+    write = library.write_atomically
+
+    def no_space(path: Path, content: Any) -> None:
+        if path.parent == first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(library, "write_atomically", no_space)
+    monkeypatch.setattr(library, "cache_folders", lambda: [first, second])
     assert answer_of(Kernel("answer", fresh)) == 42
-    assert builds[0].parent == tmp_path / "user"
+    assert any(second.iterdir())
+    assert answer_of(Kernel("answer", fresh)) == 42
 
 
-def test_what_cannot_be_compiled_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "PACKAGES", tmp_path)
-    with pytest.raises(RuntimeError, match=r"cannot be compiled:\n.*No module named"):
-        library._build(tmp_path / "kernels.o")
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = library._compiled.__wrapped__
+    monkeypatch.setattr(library, "source_key", lambda: "another")
+    with pytest.raises(RuntimeError, match="cannot be compiled: the kernels' source has changed meanwhile"):
+        compiled()
+    monkeypatch.setattr(library.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="cannot be compiled: the compiler ended with code 1"):
+        compiled()
 
 
 def test_who_serves_does_not_import_the_compiler() -> None:
