@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -54,9 +56,12 @@ fit(FitConfig.model_validate_json(sys.argv[1]))
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Below those that the system hands to clients: one that calls such a port before anybody listens may get itself."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def run_two(code: str, *arguments: str) -> None:
@@ -74,7 +79,11 @@ def run_two(code: str, *arguments: str) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=240)[1].decode() for process in processes]
+    try:
+        outputs = [process.communicate(timeout=240)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
 
