@@ -104,7 +104,6 @@ def choose_draft_lens(
     others: int = 0,
     prefill_tokens: int = 0,
     draft_factor: float = 1.0,
-    least_gain: float = 1.0,
 ) -> list[int]:
     """Draft slots of each request, which together bring the most tokens a second.
 
@@ -118,7 +117,6 @@ def choose_draft_lens(
         others: requests that do not draft, in the same pass.
         prefill_tokens: of prompts, in the same pass.
         draft_factor: what the seconds of a step are to be multiplied by if somebody drafts in it.
-        least_gain: nobody drafts unless that gives so many times the tokens a second.
     """
     path, num_requests = _Path.of(survival, limits), len(survival)
     admitted = np.arange(len(path.owner) + 1, dtype=np.float64)
@@ -128,6 +126,4 @@ def choose_draft_lens(
     batch_tokens = num_requests + others + prefill_tokens + admitted
     seconds = cost.verify_seconds(batch_tokens) + cost.draft_seconds(drafting, admitted)
     seconds[1:] *= draft_factor
-    rate = path.tokens(num_requests + others) / seconds
-    best = int(np.argmax(rate))
-    return path.lens(best if rate[best] >= least_gain * rate[0] else 0, num_requests)
+    return path.lens(int(np.argmax(path.tokens(num_requests + others) / seconds)), num_requests)

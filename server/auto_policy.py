@@ -25,7 +25,6 @@ CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
 # nearly all that a free choice brings (docs/LOG.md).
 SPARE_SLOTS = 1
-LEAST_GAIN = 1.02  # what is expected errs by some percent: where that is all there is to win, plain steps are safer
 HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
 # Where it would not pay even so much better, at none of some loads, one request in so many is still able to draft: by
 # the first tokens of its prompt, drawn anew after a while.
@@ -152,7 +151,6 @@ class AutoPolicy(LengthPolicy):
                 others=len(limits) - len(able),
                 prefill_tokens=prefill_tokens,
                 draft_factor=self.watch.factor,
-                least_gain=LEAST_GAIN,
             )
 
         expected = self.history.survival(may_draft)

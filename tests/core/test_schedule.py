@@ -66,13 +66,6 @@ def test_the_draft_s_own_cost_counts() -> None:
     assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.9, 0.0))) == [0]
 
 
-def test_a_small_gain_may_be_left() -> None:
-    """1.5 tokens in 1.4 passes: 7 %."""
-    survival, cost = np.array([[0.5, 0.0, 0.0]]), cost_of({1: 1.0, 64: 1.0}, (0.4, 0.0))
-    assert choose_draft_lens(survival, [3], cost, least_gain=1.07) == [1]
-    assert choose_draft_lens(survival, [3], cost, least_gain=1.08) == [0]
-
-
 def test_a_jagged_curve_does_not_trap_the_search() -> None:
     """Two tokens cost more than four, as on some CPUs."""
     jagged = cost_of({1: 1.0, 2: 2.5, 3: 2.5, 4: 1.1})

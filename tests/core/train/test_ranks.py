@@ -56,7 +56,7 @@ fit(FitConfig.model_validate_json(sys.argv[1]))
 
 
 def free_port() -> int:
-    """Below those that the system hands to clients: one that calls such a port before anybody listens may get itself."""
+    """Below those that the system hands to clients: who calls such a port before anybody listens may get itself."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
