@@ -71,7 +71,7 @@ def _built_library() -> Library:
                 data = _kept_at(folder / name)
                 if data is None:
                     data = _compiled()
-                    write_atomically(folder / name, lambda file: file.write(_digest(data) + data))  # noqa: B023
+                    _keep(folder / name, data)
                 return Library(data)
         except OSError as error:
             logger.info("%s: no place for compiled kernels (%s)", folder, error.strerror)
@@ -95,6 +95,10 @@ def _kept_at(path: Path) -> bytes | None:
     content = path.read_bytes()
     digest, data = content[:32], content[32:]
     return data if digest == _digest(data) else None
+
+
+def _keep(path: Path, data: bytes) -> None:
+    write_atomically(path, lambda file: file.write(_digest(data) + data))
 
 
 @cache

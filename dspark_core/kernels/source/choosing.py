@@ -7,11 +7,14 @@ Nothing of a row is written: its probabilities are made where they are read, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit
 
 from dspark_core.kernels import NO_CHOICE
+from dspark_core.kernels.source.names import named
 from dspark_core.kernels.source.sampling import (
     BLOCK,
     block_count,
@@ -120,18 +123,11 @@ def _draw_excess(row, other, u, size, sums, spare):
     return choice
 
 
-def _draw(a):
+@njit(error_model="numpy")
+def _draw(a, number, sums, spare, _):
     x, size, numbers, out = a[2], a[3], doubles(a[5]), integers(a[6])
-    memory = allocate(row_room(size))
-    if memory == 0:
-        return
-    sums, spare, _ = row_memory(memory, size)
-    number = take(a)
-    while number < a[1]:
-        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
-        out[number] = _draw_excess(row, NO_ROW, numbers[number], size, sums, spare)
-        number = take(a)
-    release(memory)
+    row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
+    out[number] = _draw_excess(row, NO_ROW, numbers[number], size, sums, spare)
 
 
 @njit
@@ -140,41 +136,29 @@ def _weight(row, i):
     return lane(weighed(splat(pointer(row[0])[i]), row), 0)
 
 
-def _verify(a):
-    """Speculative rejection sampling of one request a task: rows after its first rejection are not looked at."""
+@njit(error_model="numpy")
+def _verify(a, request, sums, spare, _):
+    """Speculative rejection sampling of one request: rows after its first rejection are not looked at."""
     x, size, starts, lens, slots, ids = a[2], a[3], integers(a[5]), integers(a[6]), a[7], integers(a[8])
-    drafts, accept, residual, accepted, chosen = (
-        integers(a[9]),
-        doubles(a[11]),
-        doubles(a[12]),
-        integers(a[13]),
-        integers(a[14]),
-    )
-    memory = allocate(row_room(size))
-    if memory == 0:
-        return
-    sums, spare, _ = row_memory(memory, size)
-    request = take(a)
-    while request < a[1]:
-        slot, stands = 0, True
-        while True:
-            number = starts[request] + slot
-            row, other = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare), NO_ROW
-            if slot == lens[request]:
-                break
-            other = normalised(drafts[slot] + request * size * 4, size, inverse_of(a[10], request), spare)
-            token = ids[request * slots + slot]
-            stands = accept[request * slots + slot] * _weight(other, token) < _weight(row, token)
-            if not stands:
-                break
-            slot += 1
-        accepted[request] = slot
-        choice = _draw_excess(row, other, residual[request], size, sums, spare)
-        if choice == NO_CHOICE and not stands:  # rounding left no mass: the target's own
-            choice = _draw_excess(row, NO_ROW, residual[request], size, sums, spare)
-        chosen[request] = choice
-        request = take(a)
-    release(memory)
+    drafts, accept, residual = integers(a[9]), doubles(a[11]), doubles(a[12])
+    accepted, chosen = integers(a[13]), integers(a[14])
+    slot, stands = 0, True
+    while True:
+        number = starts[request] + slot
+        row, other = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare), NO_ROW
+        if slot == lens[request]:
+            break
+        other = normalised(drafts[slot] + request * size * 4, size, inverse_of(a[10], request), spare)
+        token = ids[request * slots + slot]
+        stands = accept[request * slots + slot] * _weight(other, token) < _weight(row, token)
+        if not stands:
+            break
+        slot += 1
+    accepted[request] = slot
+    choice = _draw_excess(row, other, residual[request], size, sums, spare)
+    if choice == NO_CHOICE and not stands:  # rounding left no mass: the target's own
+        choice = _draw_excess(row, NO_ROW, residual[request], size, sums, spare)
+    chosen[request] = choice
 
 
 @njit(error_model="numpy")
@@ -198,19 +182,12 @@ def _couple_row(row, size, state, weight, spare):
     return choice
 
 
-def _couple(a):
+@njit(error_model="numpy")
+def _couple(a, number, _, spare, weight):
     x, size, keys, positions, purpose, out = a[2], a[3], integers(a[5]), integers(a[6]), a[7], integers(a[8])
-    memory = allocate(row_room(size))
-    if memory == 0:
-        return
-    _, spare, weight = row_memory(memory, size)
-    number = take(a)
-    while number < a[1]:
-        row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
-        state = mix(mix(mix(keys[number], 0), purpose), positions[number])
-        out[number] = _couple_row(row, size, state, weight, spare)
-        number = take(a)
-    release(memory)
+    row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
+    state = mix(mix(mix(keys[number], 0), purpose), positions[number])
+    out[number] = _couple_row(row, size, state, weight, spare)
 
 
 @njit(error_model="numpy")
@@ -242,17 +219,26 @@ def _pick_row(x, size, peaks, spare):
     return choice
 
 
-def _pick(a):
-    x, size, out = a[2], a[3], integers(a[4])
-    memory = allocate(row_room(size))
-    if memory == 0:
-        return
-    peaks, spare, _ = row_memory(memory, size)
-    number = take(a)
-    while number < a[1]:
-        out[number] = _pick_row(x + number * size * 4, size, peaks, spare)
-        number = take(a)
-    release(memory)
+@njit(error_model="numpy")
+def _pick(a, number, peaks, spare, _):
+    integers(a[4])[number] = _pick_row(a[2] + number * a[3] * 4, a[3], peaks, spare)
 
 
-KERNELS = {"draw": _draw, "verify": _verify, "couple": _couple, "pick": _pick}
+def _kernel(work: Any) -> Callable[[Any], None]:
+    """A kernel that does `work` in every task, with memory to go through rows of a[3] values."""
+
+    def over_rows(a):
+        memory = allocate(row_room(a[3]))
+        if memory == 0:
+            return
+        sums, first, second = row_memory(memory, a[3])
+        task = take(a)
+        while task < a[1]:
+            work(a, task, sums, first, second)
+            task = take(a)
+        release(memory)
+
+    return named(over_rows, f"rows{work.__name__}")
+
+
+KERNELS = {"draw": _kernel(_draw), "verify": _kernel(_verify), "couple": _kernel(_couple), "pick": _kernel(_pick)}
