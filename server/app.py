@@ -20,6 +20,7 @@ from server.config import ServerConfig
 from server.errors import Faults, add_error_handlers, json_response
 from server.generate import GenerateWriter
 from server.generation import Generation, compile_grammar, open_streams
+from server.linger import Linger
 from server.logs import REQUEST_ID, RequestLog, note_prompt
 from server.metrics import CONTENT_TYPE as METRICS_TYPE
 from server.metrics import Metrics
@@ -73,6 +74,7 @@ def _middleware(config: ServerConfig, drain: Drain) -> list[Middleware]:
         expose_headers=[REQUEST_ID],
     )
     return [
+        Middleware(Linger),
         Middleware(RequestLog, prompts=config.log_prompts),
         *([cors] if config.cors_origins else []),
         Middleware(Faults),

@@ -59,7 +59,7 @@ def note_prompt(scope: Scope, prompt: Any) -> None:
 
 
 class RequestLog:
-    """ASGI middleware, the outermost: gives every request its id, returns it, and logs the request when it ends.
+    """ASGI middleware: gives every request its id, returns it, and logs the request when it ends.
 
     Args:
         prompts: whether the lines hold what requests asked.

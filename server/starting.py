@@ -12,6 +12,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from server.linger import Linger
 from server.logs import RequestLog
 
 _RETRY_AFTER_S = 2
@@ -34,7 +35,8 @@ async def loading(scope: Scope, receive: Receive, send: Send) -> None:
 @contextmanager
 def answering(sock: socket.socket) -> Iterator[None]:
     """Answer on a listening socket meanwhile, from a thread; it goes on listening afterwards, for the real server."""
-    config = uvicorn.Config(RequestLog(loading), log_config=None, access_log=False, lifespan="off", ws="none")
+    app = Linger(RequestLog(loading))
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([sock.dup()],), name=_THREAD, daemon=True)
     log.addFilter(_is_news)
