@@ -47,10 +47,10 @@ class Round:
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return tensor_on(self.device, values)
 
-    def _columns(self, places: list[int], *names: str) -> list[Tensor]:
+    def _columns(self, places: list[int], *names: str) -> tuple[Tensor, ...]:
         if not places:
-            return [torch.empty(0)] * len(names)
-        return list(self._tensor([[getattr(self.sources[i], name) for i in places] for name in names]))
+            return (torch.empty(0),) * len(names)
+        return self._tensor([[getattr(self.sources[i], name) for i in places] for name in names]).unbind()
 
     def _filters(self, places: list[int]) -> Filters | None:
         return Filters.of([self.sources[i].params for i in places], self.device) if places else None

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -22,7 +23,7 @@ import tokenizers
 from dspark_core.errors import RequestError
 
 # The two supplementary private-use planes.
-_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
+_PRIVATE_USE = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 
 class ControlTokens:
@@ -57,7 +58,7 @@ class ControlTokens:
         text = json.dumps(messages, ensure_ascii=False)
         spelled = [token for token in self.ids if json.dumps(token, ensure_ascii=False)[1:-1] in text]
         used = set(text) if spelled else set()
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+        free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in used)
         stand_ins = dict(zip(spelled, free, strict=False))
         if len(stand_ins) < len(spelled):
             raise RequestError("messages use too many private-use characters", "messages")

@@ -21,6 +21,7 @@ from typing import ClassVar
 import llvmlite.binding as llvm
 
 from dspark_core.checkpoint.files import cache_folder, locked, write_atomically
+from dspark_core.devices import give_back_library
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Library:
         self._linker.add_object_file(llvm.ObjectFileRef.from_data(data))
         self._linker.finalize_object()
         self._kept.append(self)
+        give_back_library("llvmlite")  # nearly 50 MB
 
     def address(self, name: str) -> int:
         """Where a kernel begins."""

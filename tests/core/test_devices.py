@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from dspark_core.devices import give_back_memory
+from dspark_core.devices import give_back_library, give_back_memory, tensor_on
 
 COUNT, SIZE = 1500, 60_000  # below the size from which the C library maps every block on its own
 
@@ -34,3 +36,44 @@ def test_freed_heap_is_given_back_even_below_what_is_still_used() -> None:
     give_back_memory()
     assert before - resident_bytes() > 0.8 * COUNT * SIZE
     libc.free(blocks[-1])
+
+
+def resident_of(name: str) -> int:
+    """Bytes of a shared library's mappings that are in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = name in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_library_whose_memory_was_given_back_still_works() -> None:
+    code = """
+import sys
+import llvmlite.binding as llvm
+from dspark_core.devices import give_back_library
+from tests.core.test_devices import resident_of
+def use():
+    module = llvm.parse_assembly("define i32 @f() { ret i32 7 }")
+    return str(module)
+llvm.initialize_native_target()
+said = use()
+before = resident_of("llvmlite")
+give_back_library("llvmlite")
+after = resident_of("llvmlite")
+assert after < 0.3 * before, (before, after)
+assert use() == said
+assert resident_of("llvmlite") > after
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("values", [[], [3, -1], [[1, 2], [3, 4]], [(1, 2), (3, 4)], [2**62]])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_values_of_the_host_arrive_as_they_are(values: list[int], dtype: torch.dtype) -> None:
+    made = tensor_on(torch.device("cpu"), values, dtype)
+    assert made.dtype == dtype
+    assert torch.equal(made, torch.tensor(values, dtype=dtype))
