@@ -20,7 +20,7 @@ from dspark_core.sampling import SamplingParams
 NEVER = float("-inf")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one for each request in every step
 class RowSource:
     """One request's part in a round.
 

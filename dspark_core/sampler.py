@@ -62,7 +62,9 @@ class Round:
             draft_ids: [R, slot] chosen before, which adjustments look at.
         """
         ids = self._choose(slot, self._adjust_draft(logits, draft_ids), self._draft_u, self.drafts)
-        return ids.clamp_min_(0) if self.adjustments else ids  # they may leave nothing: any token will do
+        # Where there is no choice, since the draft computed NaN or adjustments left nothing, any token will do: under
+        # the ratio rule it never stands, and what follows it is drawn from the target alone.
+        return ids.clamp_min_(0)
 
     def next_ids(self, logits: Tensor) -> Tensor:
         """The tokens [R] of requests without drafts, from the target's logits [R, V]."""
@@ -124,8 +126,9 @@ class Round:
         return verify_choices(greedy_choices(logits), draft_ids, rows.start, rows.lens)
 
     def _ratio(self, logits: Tensor, draft_ids: Tensor, rows: Rows) -> Verified:
-        assert self.ratio_filters is not None
-        return distributions(logits, self.ratio_filters.rows(rows.owner)).verify(
+        filters = self.ratio_filters
+        assert filters is not None
+        return distributions(logits, filters.rows(rows.owner) if filters.in_use else filters).verify(
             draft_ids,
             self.drafts,
             rows.start,

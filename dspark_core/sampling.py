@@ -111,10 +111,18 @@ class Filters:
             column([p.min_p for p in params], 0.0),
         )
 
+    @property
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @property
+    def in_use(self) -> bool:
+        """Whether they change anything."""
+        return any(part is not None for part in self._parts)
+
     def rows(self, index: Tensor) -> Filters:
         """The filters of the given rows, repeats allowed."""
-        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return Filters(*(None if part is None else part[index] for part in parts))
+        return Filters(*(None if part is None else part[index] for part in self._parts))
 
 
 def probabilities(logits: Tensor, filters: Filters) -> Tensor:

@@ -69,6 +69,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         self.target, self.pool, self.drafter = parts.target, parts.pool, parts.drafter
+        self.device = self.target.device
         self.tokenizer, self.eos_token_ids, self.vocab_size = (
             parts.tokenizer,
             parts.eos_token_ids,
@@ -94,6 +95,7 @@ class Engine:
         self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.vocab_size)
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
+        self._nothing_drafted = Drafted(torch.empty(0, 0, dtype=torch.int64, device=self.device), (), None)
 
     @property
     def policy(self) -> LengthPolicy:
@@ -152,7 +154,7 @@ class Engine:
         assert not self.scheduler.running, "a self-test would overwrite the memory of running requests"
         self.memory.clear_cache()
         self.memory.soil([0])
-        place = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+        place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.target(FlatBatch(place, place, place, [Segment(0, 1, 0, [0])]), self.pool)
 
     @torch.inference_mode()
@@ -168,17 +170,17 @@ class Engine:
         draft_round = self._round(drafting)
         prefill_tokens = sum(item.num_tokens for item in work if item.prefills)
         drafted = self._draft(drafting, draft_round, prefill_tokens)
-        layout = lay_out(work, drafted.ids, drafted.verify_lens, self.pool.page_size, self.target.device)
+        layout = lay_out(work, drafted.ids, drafted.verify_lens, self.pool.page_size, self.device)
         tap = self.taps if any(self.scheduler.keeps_context(item.request) for item in work) else ()
         output = self.target(layout.batch, self.pool, logit_rows=layout.logit_rows, tap=tap)
         logits = output.logits[: layout.num_deciding]
-        parts = [drafted.ids.flatten()]
+        parts: list[Tensor] = []
         rows = sum(drafted.verify_lens) + len(drafted.verify_lens)
         if draft_round:
-            parts += draft_round.verify(logits[:rows], drafted.ids, drafted.verify_lens)
+            parts = [drafted.ids.flatten(), *draft_round.verify(logits[:rows], drafted.ids, drafted.verify_lens)]
         if plain_round := self._round(plain):
             parts.append(plain_round.next_ids(logits[rows:]))
-        emitted = read_back(parts, drafted=len(drafting), plain=len(plain))
+        emitted = read_back(parts, drafted=len(drafting))
         score_prompts(work, layout, output.logits[layout.num_deciding :])
         outcomes = self._deliver(work, drafted, emitted, logits)
         self._commit(work, layout, emitted, output.features)
@@ -195,12 +197,12 @@ class Engine:
             observe_step(taken)
 
     def _round(self, items: Sequence[Work]) -> Round | None:
-        return Round([item.request.source() for item in items], self.target.device) if items else None
+        return Round([item.request.source() for item in items], self.device) if items else None
 
     def _draft(self, items: Sequence[Work], draft_round: Round | None, prefill_tokens: int) -> Drafted:
         """Propose blocks, and decide how much of each is sent to the target."""
         if draft_round is None or self.drafter is None:
-            return Drafted(torch.empty(0, 0, dtype=torch.int64, device=self.target.device), [], None)
+            return self._nothing_drafted
         places = [(item.request, item.request.table.kv_len) for item in items]
         write_context(self.drafter, [part for place in places for part in self.deferred.take(*place)])
         blocks = [

@@ -74,25 +74,25 @@ def lay_out(
     return Layout(batch, starts, slots, wanted, len(logit_rows), prompt_rows)
 
 
-def read_back(parts: Sequence[Tensor], *, drafted: int, plain: int) -> list[list[int]]:
+def read_back(parts: Sequence[Tensor], *, drafted: int) -> list[list[int]]:
     """The step's one copy of results from the device. (Confidence that decides what is verified was copied before.)
 
     Args:
-        parts: int64: drafts of `drafted` requests; how many of each stand, and the token after them; the tokens of
-            `plain` requests.
+        parts: int64: of `drafted` requests, if there are any, their drafts, how many of them stand, and the token after
+            them; of the others, if there are any, their tokens.
 
     Returns:
         The tokens that each request gets.
     """
-    if parts[0].device.type != "cpu":
+    if parts and parts[0].device.type != "cpu":
         parts = torch.cat([*parts]).cpu().split([len(part) for part in parts])
-    draft_ids, *results = [part.tolist() for part in parts]
+    results = [part.tolist() for part in parts]
     emitted = []
     if drafted:
-        accepted, following, *results = results
+        draft_ids, accepted, following, *results = results
         slots = len(draft_ids) // drafted
         for row, (count, token) in enumerate(zip(accepted, following, strict=True)):
             emitted.append([*draft_ids[row * slots : row * slots + count], token])
-    if plain:
-        emitted += [[token] for token in results[0]]
+    for plain in results:
+        emitted += [[token] for token in plain]
     return emitted

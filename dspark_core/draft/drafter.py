@@ -68,8 +68,7 @@ class Drafter:
                 latent, state = head.step(embedded, by_slot[slot], state)
                 head.add_bias_(own, latent)
                 embeddings.append(embedded)
-            # A draft that computed NaN is a bad draft, not an error: its token is drawn from something finite.
-            previous = choose(slot, own.nan_to_num_(), draft_ids[:, :slot])
+            previous = choose(slot, own, draft_ids[:, :slot])
             draft_ids[:, slot] = previous
         confidence = None
         if model.confidence_head is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark_core.config import DecoderConfig
+from dspark_core.devices import tensor_on
 from dspark_core.kernels.launch import Program
 from dspark_core.kernels.layers import ATTEND, COPY_COLUMNS, RMS_NORM, ROTATE_AND_STORE, SILU_MUL, row_tasks
 from dspark_core.kernels.matmul import MATMUL, runs_of
@@ -82,7 +83,7 @@ class CompiledLayers:
         self, x: Tensor, batch: FlatBatch, pool: KVPool, tap: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         config, rows = self.config, x.shape[0]
-        tiles, pages = (torch.tensor(part) for part in tiles_of(batch.segments, pool.page_size))
+        tiles, pages = (tensor_on(x.device, part) for part in tiles_of(batch.segments, pool.page_size))
         features = x.new_empty(rows, len(tap) * config.hidden_size) if tap else None
         heads = config.num_heads * config.head_dim
         buffers = {

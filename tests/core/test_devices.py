@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_core.devices import give_back_library, give_back_memory, tensor_on
+from dspark_core.devices import give_back_memory, tensor_on
 
 COUNT, SIZE = 1500, 60_000  # below the size from which the C library maps every block on its own
 

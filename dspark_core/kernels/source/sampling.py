@@ -61,8 +61,8 @@ def weighed(found, row):
 
 
 @njit(error_model="numpy")
-def normalised(x, size, inverse, spare):
-    """A row at address `x` with what makes its weights the softmax of its values times `inverse`.
+def shifted(x, size, inverse, spare):
+    """A row at address `x` whose weights are the softmax of its values times `inverse`, but for a factor.
 
     Its largest value becomes 0 first, so that tiny temperatures lose no digits.
     """
@@ -71,7 +71,13 @@ def normalised(x, size, inverse, spare):
         largest = maximum(largest, load(x + i * 4))
     if full < size:
         largest = maximum(largest, tail(x, full, size, spare))
-    row, total = (x, lane_max(largest), inverse, np.float32(1)), 0.0
+    return x, lane_max(largest), inverse, np.float32(1)
+
+
+@njit(error_model="numpy")
+def normalised(x, size, inverse, spare):
+    """The same with the factor that makes them the softmax."""
+    row, full, total = shifted(x, size, inverse, spare), size - size % LANES, 0.0
     for start in range(0, full, BLOCK):
         sums = splat(np.float32(0))
         for i in range(start, min(start + BLOCK, full), LANES):
