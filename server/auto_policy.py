@@ -30,6 +30,9 @@ HOPE = 1.0  # standard deviations of what is known of the draft, by which it may
 # the first tokens of its prompt, drawn anew after a while.
 LAST_HOPE, LOADS = 2.0, (1, 4, 16)
 WATCHED, BEGINNING, REDRAWN = 8, 64, 512
+# Rounds are learnt from at once while little is known, and then those of so many steps together: it takes as long for
+# many as for one.
+LITTLE, TOGETHER = 16, 4
 
 
 @dataclass
@@ -42,6 +45,8 @@ class _Step:
         requests: in the target's pass.
         able: requests that may draft, and their places in what follows.
         expected: [len(able), K] survival, from earlier rounds.
+        usual: [len(able), K] the same of a slot, given that those before it stand.
+        correction: [len(able)] what the confidence is to be multiplied by.
         lens: draft slots of those requests.
         hope: nobody drafts, but would if the draft were a little better than is known.
         in_full: requests whose blocks are verified whatever their confidence, by a choice made before drafting.
@@ -52,6 +57,8 @@ class _Step:
     requests: int
     able: dict[Request, int]
     expected: Floats
+    usual: Floats
+    correction: Floats
     lens: list[int]
     hope: bool
     in_full: set[Request] = field(default_factory=set)
@@ -82,6 +89,7 @@ class AutoPolicy(LengthPolicy):
         self.trials = Trials()
         self.full_share, self._coins = 0.0, random.Random()
         self._hopeless = 0  # requests for which drafting could not pay
+        self._unread: list[Rounds] = []  # of the last steps, not learnt from yet
 
     def may_draft(self, request: Request) -> bool:
         """Not where drafting would not pay with a draft far better than is known, whatever the load.
@@ -154,10 +162,15 @@ class AutoPolicy(LengthPolicy):
             )
 
         expected = self.history.survival(may_draft)
+        before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
+        usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)
         lens = best(expected)
         hope = not any(lens) and any(best(self.history.survival(may_draft, hope=HOPE)))
-        places = {request: place for place, request in enumerate(may_draft)}
-        return _Step(question, curves, len(requests), places, expected, lens, hope)
+        places, correction = (
+            {request: place for place, request in enumerate(may_draft)},
+            self.history.correction(may_draft),
+        )
+        return _Step(question, curves, len(requests), places, expected, usual, correction, lens, hope)
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
@@ -168,7 +181,7 @@ class AutoPolicy(LengthPolicy):
             return list(slots)
         rows = np.array([step.able[request] for request in requests])
         expected, drafted = step.expected[rows], np.arange(step.expected.shape[1]) < np.array(slots)[:, None]
-        survival = self._survival(requests, logits, expected)
+        survival = self._survival(requests, logits, step.usual[rows], step.correction[rows])
         whole = np.array([request in step.in_full for request in requests])
         free, limits = np.flatnonzero(~whole), [0 if full else k for full, k in zip(whole, slots, strict=True)]
         # What is verified in full is no choice any more: its rows and tokens are in every step there is to choose from.
@@ -190,7 +203,7 @@ class AutoPolicy(LengthPolicy):
             chosen[row] = length
         return chosen
 
-    def _survival(self, requests: Sequence[Request], logits: Floats, expected: Floats) -> Floats:
+    def _survival(self, requests: Sequence[Request], logits: Floats, usual: Floats, correction: Floats) -> Floats:
         """[R, k] by today's confidence, corrected by earlier outcomes.
 
         A slot whose confidence is no number gets what earlier rounds say of it. Slots before it do not notice: it may
@@ -198,9 +211,8 @@ class AutoPolicy(LengthPolicy):
         """
         assert self.calibration is not None
         confidence = self.calibration.confidence(regimes_of(requests), logits)
-        confidence *= self.history.correction(requests)[:, None]
-        before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
-        usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)[:, : logits.shape[1]]
+        confidence *= correction[:, None]
+        usual = usual[:, : logits.shape[1]]
         return np.minimum(np.where(np.isnan(confidence), usual, confidence), 1.0).cumprod(-1)
 
     def in_full(self, request: Request) -> bool:
@@ -208,12 +220,19 @@ class AutoPolicy(LengthPolicy):
         return self._step is not None and request in self._step.in_full
 
     def observe(self, rounds: Rounds) -> None:
-        confidence = None
+        self._unread.append(rounds)
+        ended = any(request.finished for request in rounds.requests)  # the next ones should know
+        if ended or self.history.rounds < LITTLE or len(self._unread) >= TOGETHER:
+            self._learn()
+
+    def _learn(self) -> None:
+        steps, self._unread = self._unread, []
+        rounds, confidence = Rounds.together(steps), None
         if self.calibration is not None and rounds.logits is not None:
             confidence = np.full((len(rounds.requests), self.history.draft_len), np.nan)
             size = rounds.logits.shape[1]
             confidence[:, :size] = self.calibration.confidence(regimes_of(rounds.requests), rounds.logits)
-        self.history.observe(rounds, confidence)
+        self.history.observe(rounds, confidence, [len(step.requests) for step in steps])
 
     def observe_step(self, outcome: StepOutcome) -> None:
         self.watch.observe(outcome)

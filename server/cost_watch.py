@@ -42,8 +42,8 @@ class CostWatch:
         return round((1 + (self.drafting / self.plain - 1) * share) * GRAIN) / GRAIN
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a step. Those with prompts in them are left out: their cost is not measured as closely."""
-        if outcome.prefill_tokens or not outcome.decoding:
+        """Learn from a step, if it is one like others."""
+        if not outcome.steady:
             return
         place = int(outcome.context // GRAIN_OF_CONTEXT)
         key = (outcome.batch_tokens, place, outcome.decoding, outcome.drafting, outcome.drafted)

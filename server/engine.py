@@ -184,7 +184,7 @@ class Engine:
         score_prompts(work, layout, output.logits[layout.num_deciding :])
         outcomes = self._deliver(work, drafted, emitted, logits)
         self._commit(work, layout, emitted, output.features)
-        taken = step_outcome(work, layout, prefill_tokens, time.perf_counter() - started)
+        taken = step_outcome(work, layout, drafted, prefill_tokens, time.perf_counter() - started)
         self._tell(rounds_of(drafting, drafted), taken)
         return outcomes
 
@@ -204,7 +204,8 @@ class Engine:
         if draft_round is None or self.drafter is None:
             return self._nothing_drafted
         places = [(item.request, item.request.table.kv_len) for item in items]
-        write_context(self.drafter, [part for place in places for part in self.deferred.take(*place)])
+        waiting = [part for place in places for part in self.deferred.take(*place)]
+        write_context(self.drafter, waiting)
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
@@ -216,7 +217,7 @@ class Engine:
             confidence = drafts.confidence_logits.cpu().double().numpy()
         requests, slots = [item.request for item in items], [item.num_slots for item in items]
         lens = admit_step(self.policy, requests, slots, confidence, prefill_tokens)
-        return Drafted(drafts.draft_ids, lens, confidence)
+        return Drafted(drafts.draft_ids, lens, confidence, sum(len(part.slots) for part in waiting))
 
     def _deliver(
         self, work: Sequence[Work], drafted: Drafted, emitted: list[list[int]], logits: Tensor

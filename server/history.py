@@ -27,26 +27,23 @@ class Sums:
     """Fading sums over the rounds of some groups (requests, or all together).
 
     Attributes:
+        table: [G, 2 K + 2] all of them side by side, in the order of what follows, which are views.
         reached, stood: [G, K] rounds, or their probability, in which a slot was reached, and in which it stood.
         predicted, accepted: [G] slots that the confidence promised and that were accepted, of those that were judged.
     """
 
     def __init__(self, groups: int, draft_len: int) -> None:
-        self.reached, self.stood = np.zeros((groups, draft_len)), np.zeros((groups, draft_len))
-        self.predicted, self.accepted = np.zeros(groups), np.zeros(groups)
+        self.draft_len = draft_len
+        self._show(np.zeros((groups, 2 * draft_len + 2)))
 
-    def parts(self) -> tuple[Floats, ...]:
-        return self.reached, self.stood, self.predicted, self.accepted
+    def _show(self, table: Floats) -> None:
+        size, self.table = self.draft_len, table
+        self.reached, self.stood = table[:, :size], table[:, size : 2 * size]
+        self.predicted, self.accepted = table[:, -2], table[:, -1]
 
     def grow(self) -> None:
         """Twice as many groups."""
-        self.reached, self.stood, self.predicted, self.accepted = (
-            np.concatenate((part, np.zeros_like(part))) for part in self.parts()
-        )
-
-    def clear(self, group: int) -> None:
-        for part in self.parts():
-            part[group] = 0
+        self._show(np.concatenate((self.table, np.zeros_like(self.table))))
 
     def rates(self, groups: Ints, prior: Floats | float, weight: float) -> Floats:
         """[G, K] conditional acceptance; `prior` counts as `weight` rounds."""
@@ -77,8 +74,13 @@ class History:
         self._rows: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         self._free = list(range(16))
 
-    def observe(self, rounds: Rounds, confidence: Floats | None) -> None:
-        """Learn from a step's rounds; `confidence` [R, K] is what the head said of them, NaN where it said nothing."""
+    def observe(self, rounds: Rounds, confidence: Floats | None, steps: Sequence[int] = ()) -> None:
+        """Learn from rounds.
+
+        Args:
+            confidence: [R, K] what the head said of them, NaN where it said nothing.
+            steps: how many of the rounds are of one step, of the next one, and so on; by default all are of one.
+        """
         slots, count = np.arange(self.draft_len), len(rounds.requests)
         # By outcomes, slots that were judged. With confidence, by what was expected of all slots, verified or not:
         # those alone that looked good enough to be verified would flatter the others.
@@ -95,15 +97,15 @@ class History:
             # counted on one side only.
             predicted[told] = np.where(judged, confidence, 0)[told].sum(-1)
             accepted[told] = rounds.accepted[told]
-        new = (reached, stood, predicted, accepted)
-        rows = self._rows_of(rounds.requests)
-        for part, values in zip(self._own.parts(), new, strict=True):
-            part[rows] = part[rows] * math.exp(-1 / OWN_MEMORY) + values
-        regimes = _regimes(rounds.requests)
-        for regime in set(regimes.tolist()):
-            mine = regimes == regime
-            for part, values in zip(self._all.parts(), new, strict=True):
-                part[regime] = part[regime] * math.exp(-mine.sum() / ALL_MEMORY) + values[mine].sum(0)
+        new = np.concatenate((reached, stood, predicted[:, None], accepted[:, None]), -1)
+        rows, regimes, first = self._rows_of(rounds.requests), _regimes(rounds.requests), 0
+        for size in steps or (count,):
+            step = slice(first, first := first + size)
+            self._own.table[rows[step]] = self._own.table[rows[step]] * math.exp(-1 / OWN_MEMORY) + new[step]
+            for regime in set(regimes[step].tolist()):
+                mine = new[step][regimes[step] == regime]
+                faded = self._all.table[regime] * math.exp(-len(mine) / ALL_MEMORY)
+                self._all.table[regime] = faded + mine.sum(0)
         self.rounds += count
 
     def survival(self, requests: Sequence[Request], *, hope: float = 0.0) -> Floats:
@@ -136,7 +138,7 @@ class History:
             self._own.grow()
             self._free += range(size, 2 * size)  # the same list: requests that end give their place back to it
         row = self._rows[request] = self._free.pop()
-        self._own.clear(row)
+        self._own.table[row] = 0
         weakref.finalize(request, self._free.append, row)
         return row
 

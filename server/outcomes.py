@@ -24,11 +24,13 @@ class Drafted:
         ids: [R, K] proposals, on the device.
         verify_lens: [R] how many of each block are sent to the target.
         confidence: [R, k] logits, if somebody reads them.
+        caught_up: tokens whose context the draft was given first.
     """
 
     ids: Tensor
     verify_lens: Sequence[int]
     confidence: Floats | None
+    caught_up: int = 0
 
     def verified(self, index: int) -> int:
         """Of a step's work item: those that draft come first."""
@@ -65,7 +67,9 @@ def rounds_of(drafting: Sequence[Work], drafted: Drafted) -> Rounds | None:
     )
 
 
-def step_outcome(work: Sequence[Work], layout: Layout, prefill_tokens: int, seconds: float) -> StepOutcome:
+def step_outcome(
+    work: Sequence[Work], layout: Layout, drafted: Drafted, prefill_tokens: int, seconds: float
+) -> StepOutcome:
     """What was run, and how long it took."""
     return StepOutcome(
         seconds=seconds,
@@ -75,4 +79,5 @@ def step_outcome(work: Sequence[Work], layout: Layout, prefill_tokens: int, seco
         drafted=sum(item.num_slots for item in work),
         prefill_tokens=prefill_tokens,
         context=sum(segment.limit for segment in layout.batch.segments) / len(work),
+        caught_up=drafted.caught_up,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dspark_core.arrays import Floats, Ints
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import Regime
@@ -35,6 +37,25 @@ class Rounds:
     decided: Ints
     accepted: Ints
 
+    @classmethod
+    def together(cls, steps: Sequence[Rounds]) -> Rounds:
+        """Those of several steps, one after the other; logits that only some have are NaN for the others."""
+        width = max((step.logits.shape[1] for step in steps if step.logits is not None), default=0)
+        logits = np.full((sum(len(step.requests) for step in steps), width), np.nan)
+        first = 0
+        for step in steps:
+            if step.logits is not None:
+                logits[first : first + len(step.requests), : step.logits.shape[1]] = step.logits
+            first += len(step.requests)
+        return cls(
+            [request for step in steps for request in step.requests],
+            logits if width else None,
+            *(np.concatenate([getattr(step, name) for step in steps]) for name in COUNTS),
+        )
+
+
+COUNTS = ("drafted", "verified", "decided", "accepted")
+
 
 def regimes_of(requests: Sequence[Request]) -> list[Regime]:
     """[R] the rules by which their drafts stand."""
@@ -51,6 +72,7 @@ class StepOutcome:
         batch_tokens, drafted: rows of the target's pass, and draft slots of all requests.
         prefill_tokens: rows of prompts.
         context: tokens of context, in the mean over the requests.
+        caught_up: tokens whose context the draft had still to be given, since their requests did not draft before.
     """
 
     seconds: float
@@ -60,6 +82,12 @@ class StepOutcome:
     drafted: int
     prefill_tokens: int
     context: float
+    caught_up: int = 0
+
+    @property
+    def steady(self) -> bool:
+        """Whether it only went on decoding, without work that other steps have left or spare: its time is typical."""
+        return self.decoding > 0 and not self.prefill_tokens and not self.caught_up
 
 
 class LengthPolicy:

@@ -120,7 +120,7 @@ class Watch:
         with self._lock:
             self.counts.plain_rounds += outcome.decoding - outcome.drafting
             policy = self.engine.policy
-            if isinstance(policy, AutoPolicy) and outcome.decoding and not outcome.prefill_tokens:
+            if isinstance(policy, AutoPolicy) and outcome.steady:
                 self._time(outcome.seconds, policy.watch.predicted)
         self._warn()
 

@@ -14,9 +14,9 @@ def test_what_is_measured() -> None:
     told: list[tuple[int, int]] = []
     found = profile(engine, contexts=(100, 200, 5000), repeats=2, progress=lambda *count: told.append(count))
     curves = found.cost.curves
-    assert curves.tokens == [1, 2, 3, 4, 5, 10, 20, 25], "one block by rows, then whole blocks of more requests"
+    assert curves.tokens == [*range(1, 11), 20, 25], "two blocks by rows, then whole blocks of more requests"
     assert curves.requests == [1, 2, 4, 5]
-    assert len(curves.verify) == 8
+    assert len(curves.verify) == 12
     assert len(curves.first_slot) == len(curves.all_slots) == 4
     assert min(*curves.verify, *curves.first_slot, *curves.all_slots) > 0
     assert {key[1] for key in found.medians} == {64, 100, 200}, "a context that does not fit is left out"
