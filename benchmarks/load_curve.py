@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.common import (
     make_parser,
     require_quiet_machine,
 )
-from benchmarks.scripted import ScriptedDrafter, coins
+from benchmarks.scripted import ScriptedDrafter, acceptance, coins
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.draft.drafter import Drafter
 from dspark_core.models.kv_cache import KVPool
@@ -197,7 +197,9 @@ def main() -> None:
     cost = auto.cost  # as the server measured or found it
     answers = None
     if args.draft == "scripted":
-        calibration, answers = Calibration.raw(engine.draft_len), answers_of(engine)
+        raw = Calibration.raw(engine.draft_len)  # its confidence is calibrated as it is
+        calibration = replace(raw, acceptance=acceptance(CHANCES, engine.draft_len))
+        answers = answers_of(engine)
     print(f"{args.draft} draft, temperature {args.temperature:g}, {args.cpu_weights} weights; tokens/s")
     head = "".join(f"{name:>10}" for name in ("plain", "full", "fixed", "threshold", "ours"))
     print(f"{'load':>5}{head}  fixed  length  skipped  /plain   /best  ceiling")

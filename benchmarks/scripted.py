@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dspark_core.draft.drafter import Choose, DraftBlock, Drafter, Drafts
+from dspark_core.sampling import Regime
 from server.engine import Engine
 from server.request import Request
 
@@ -42,6 +43,12 @@ class ScriptedDrafter(Drafter):
                 size = drafts.confidence_logits.shape[1]
                 drafts.confidence_logits[row] = torch.tensor(logits[:size])
         return drafts
+
+
+def acceptance(chances: Sequence[float], draft_len: int) -> dict[Regime, tuple[float, ...]]:
+    """What calibrating such a draft would find: acceptance by position, given that all before it were accepted."""
+    survival = np.power.outer(np.array(chances), np.arange(draft_len + 1.0)).mean(0)
+    return {"ratio": tuple((survival[1:] / survival[:-1]).tolist())}
 
 
 def coins(chances: Sequence[float], draft_len: int) -> Script:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -48,10 +48,15 @@ def choose_verify_lens(
     seconds: Floats,
     *,
     others: float = 0,
+    rate: float | None = None,
     expected: Floats | None = None,
     corners: Sequence[int] = (),
 ) -> list[int]:
     """Verify lengths by Algorithm 1 of the paper: admit by survival while tokens per second rise, then stop.
+
+    With `rate` a slot is admitted while it brings more tokens than its seconds bring in other steps. The paper's rule
+    compares with this step alone, where the draft is paid for already: over many steps it asks too much of blocks that
+    look good, and too little of the others.
 
     Real curves are jagged (two tokens may cost more than eight), and the first fall may be no reason to stop. With
     `expected` it is one only if no later place is better either, as far as earlier rounds tell: whether a token is
@@ -62,21 +67,29 @@ def choose_verify_lens(
         limits: [R] slots that were drafted.
         seconds: [sum(limits) + 1] of the step with so many draft tokens admitted (1 / SPS of B = R + admitted).
         others: tokens that the step gives besides one for each of these requests.
+        rate: tokens a second that steps bring by earlier rounds; None for the paper's rule.
         expected: [sum(limits)] survival of the slots by rank, falling, from earlier rounds; None looks one slot ahead.
         corners: numbers of admitted tokens to look ahead to, up to sum(limits).
     """
     path = _Path.of(survival, limits)
     tokens = path.tokens(len(survival) + others)
-    rate = tokens / seconds
-    onward = rate[1:]
+    value = _value(tokens, seconds, rate)
+    onward = value[1:]
     if expected is not None and len(corners):
-        onward = np.maximum(onward, _hoped(path.gain, expected, tokens, seconds, np.array(corners)))
-    stops = np.flatnonzero(onward <= rate[:-1])
+        hoped, places = _hoped(path.gain, expected, tokens, np.array(corners)), np.array(corners)
+        ahead = np.where(places > np.arange(len(path.gain))[:, None], _value(hoped, seconds[places], rate), -np.inf)
+        onward = np.maximum(onward, ahead.max(-1))
+    stops = np.flatnonzero(onward <= value[:-1])
     return path.lens(int(stops[0]) if len(stops) else len(path.gain), len(survival))
 
 
-def _hoped(gain: Floats, expected: Floats, tokens: Floats, seconds: Floats, corners: Ints) -> Floats:
-    """[M] the best rate at a corner ahead, before each of M admissions.
+def _value(tokens: Floats, seconds: Floats, rate: float | None) -> Floats:
+    """What is to be as large as it can be."""
+    return tokens / seconds if rate is None else tokens - rate * seconds
+
+
+def _hoped(gain: Floats, expected: Floats, tokens: Floats, corners: Ints) -> Floats:
+    """[M, corners] tokens at each corner, as far as it lies ahead, before each of M admissions.
 
     What is still to come is known to survive no better than the next slot; up to that, it is what was expected.
     """
@@ -86,14 +99,21 @@ def _hoped(gain: Floats, expected: Floats, tokens: Floats, seconds: Floats, corn
     lower = np.searchsorted(-expected, -gain, side="left")[:, None]
     lower = np.clip(lower, here, np.maximum(corners, here))
     ahead = gain[:, None] * (lower - here) + total[corners] - total[lower]
-    rates = np.where(corners > here, (tokens[:-1, None] + ahead) / seconds[corners], 0.0)
-    return cast(Floats, rates.max(-1))
+    return cast(Floats, tokens[:-1, None] + ahead)
 
 
 def admit_above(survival: Floats, limits: Sequence[int], threshold: float) -> list[int]:
     """Verify lengths under a static threshold: slots that survive with at least this probability."""
     allowed = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
     return cast(list[int], np.logical_and.accumulate(allowed & (survival >= threshold), -1).sum(-1).tolist())
+
+
+class DraftPlan(NamedTuple):
+    """Draft slots of each request, the tokens a second that they should bring, and the seconds of the step."""
+
+    lens: list[int]
+    rate: float
+    seconds: float
 
 
 def choose_draft_lens(
@@ -103,8 +123,8 @@ def choose_draft_lens(
     *,
     others: int = 0,
     prefill_tokens: int = 0,
-    draft_factor: float = 1.0,
-) -> list[int]:
+    draft_factor: Floats | float = 1.0,
+) -> DraftPlan:
     """Draft slots of each request, which together bring the most tokens a second.
 
     Slots are admitted in order of their expected survival, as in Algorithm 1; but the whole curve is searched, for real
@@ -116,7 +136,7 @@ def choose_draft_lens(
         cost: of steps.
         others: requests that do not draft, in the same pass.
         prefill_tokens: of prompts, in the same pass.
-        draft_factor: what the seconds of a step are to be multiplied by if somebody drafts in it.
+        draft_factor: what the seconds of a step with one, two ... slots [sum(limits)] are to be multiplied by.
     """
     path, num_requests = _Path.of(survival, limits), len(survival)
     admitted = np.arange(len(path.owner) + 1, dtype=np.float64)
@@ -126,4 +146,6 @@ def choose_draft_lens(
     batch_tokens = num_requests + others + prefill_tokens + admitted
     seconds = cost.verify_seconds(batch_tokens) + cost.draft_seconds(drafting, admitted)
     seconds[1:] *= draft_factor
-    return path.lens(int(np.argmax(path.tokens(num_requests + others) / seconds)), num_requests)
+    rates = path.tokens(num_requests + others) / seconds
+    best = int(np.argmax(rates))
+    return DraftPlan(path.lens(best, num_requests), float(rates[best]), float(seconds[best]))

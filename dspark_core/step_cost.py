@@ -31,6 +31,12 @@ class CostCurves:
         """Of passes over so many tokens; between and beyond what was measured on straight lines."""
         return _line(tokens, self.tokens, self.verify)
 
+    def slot_seconds(self, requests: int) -> float:
+        """Of a slot more for each of so many requests that draft; at least a nanosecond."""
+        count = np.array([float(requests)])
+        slots = [float(self.draft_seconds(count, count * size)[0]) for size in (1, 2)]
+        return max(slots[1] - slots[0], 1e-9)
+
     def draft_seconds(self, requests: Floats, slots: Floats) -> Floats:
         """Of drafting so many slots in all for so many requests (0 for none)."""
         some = np.maximum(requests, 1)
@@ -46,7 +52,7 @@ class StepCost:
     Attributes:
         curves: as measured with a short context.
         context: that one, in tokens.
-        block: rows of one request in the passes of `curves`, as far as there were more than so many.
+        block: passes of `curves` over rows of several requests had so many of each; B // block requests, at least one.
         request_seconds: what a request more, with the same rows in all, adds to the target's pass.
         per_request, per_row: seconds that a token more of context adds to the target's pass, for every request in it
             (its keys and values are read) and for every row (it is scored against them).

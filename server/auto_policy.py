@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark_core.arrays import Floats
 from dspark_core.checkpoint.calibration import Calibration
-from dspark_core.schedule import choose_draft_lens, choose_verify_lens
+from dspark_core.schedule import DraftPlan, choose_draft_lens, choose_verify_lens
 from dspark_core.step_cost import CostCurves, StepCost
 from server.cost_watch import CostWatch
 from server.history import History
@@ -22,9 +22,9 @@ from server.trials import EXPLORE_SLOTS, Trials
 logger = logging.getLogger(__name__)
 
 CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
-# Slots drafted beyond what earlier rounds say will pay, for today's confidence to choose from. One is cheap, and brings
-# nearly all that a free choice brings (docs/LOG.md).
-SPARE_SLOTS = 1
+# Slots are drafted beyond what earlier rounds say will pay, for today's confidence to choose from, as long as they take
+# no more than this share of the step: where drafting is cheap (docs/LOG.md).
+SPARE_SHARE = 0.02
 HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
 # Where it would not pay even so much better, at none of some loads, one request in so many is still able to draft: by
 # the first tokens of its prompt, drawn anew after a while.
@@ -47,8 +47,9 @@ class _Step:
         expected: [len(able), K] survival, from earlier rounds.
         usual: [len(able), K] the same of a slot, given that those before it stand.
         correction: [len(able)] what the confidence is to be multiplied by.
-        lens: draft slots of those requests.
-        hope: nobody drafts, but would if the draft were a little better than is known.
+        plan: draft slots of those requests.
+        spare: slots that each of them drafts besides.
+        hopes: what the slots would be if the draft were a little better than is known, where nobody drafts.
         in_full: requests whose blocks are verified whatever their confidence, by a choice made before drafting.
     """
 
@@ -59,8 +60,9 @@ class _Step:
     expected: Floats
     usual: Floats
     correction: Floats
-    lens: list[int]
-    hope: bool
+    plan: DraftPlan
+    spare: int
+    hopes: list[int]
     in_full: set[Request] = field(default_factory=set)
 
 
@@ -102,7 +104,7 @@ class AutoPolicy(LengthPolicy):
         for context in (size, size + request.max_tokens):
             for load in LOADS:
                 limits, curves = [self.history.draft_len] * load, self.cost.at(context, load)
-                if any(choose_draft_lens(np.repeat(survival, load, 0), limits, curves)):
+                if any(choose_draft_lens(np.repeat(survival, load, 0), limits, curves).lens):
                     return True
         if not self._hopeless:
             logger.info("no draft would pay here as things are: one request in %d may try, others are plain", WATCHED)
@@ -116,9 +118,8 @@ class AutoPolicy(LengthPolicy):
             return lens
         able = [i for i, limit in enumerate(limits) if limit]
         step = self._step = self._search(requests, able, limits, prefill_tokens)
-        spare = SPARE_SLOTS if self.reads_confidence else 0
-        for i, length in zip(able, step.lens, strict=True):
-            lens[i] = min(length + spare, limits[i]) if length else 0
+        for i, length in zip(able, step.plan.lens, strict=True):
+            lens[i] = min(length + step.spare, limits[i]) if length else 0
         if any(lens):
             self.trials.drafts([requests[i] for i in able if lens[i]])
             if self.trials.plain_step(self.watch.plain_steps):
@@ -131,9 +132,10 @@ class AutoPolicy(LengthPolicy):
     def _add_in_full(self, step: _Step, requests: Sequence[Request], lens: list[int], limits: Sequence[int]) -> None:
         """Blocks that are drafted and verified by a choice that has nothing to do with what they will be."""
         idle = {requests[i]: i for i, limit in enumerate(limits) if limit and not lens[i]}
-        step.in_full = self.trials.explore(list(idle), hope=step.hope)
+        hopes = {request: step.hopes[step.able[request]] for request in idle}
+        step.in_full = self.trials.explore(hopes)
         for request in step.in_full:
-            lens[idle[request]] = min(EXPLORE_SLOTS, limits[idle[request]])
+            lens[idle[request]] = min(hopes[request] or EXPLORE_SLOTS, limits[idle[request]])
         for i, length in enumerate(lens) if self.full_share else ():
             if length and self._coins.random() < self.full_share:
                 lens[i] = limits[i]
@@ -151,26 +153,29 @@ class AutoPolicy(LengthPolicy):
         curves = self.cost.at(context, len(requests))
         may_draft = [requests[i] for i in able]
 
-        def best(survival: Floats) -> list[int]:
+        first = len(limits) + prefill_tokens
+        factors = self.watch.factors(first + np.arange(1, sum(limits) + 1))
+
+        def best(survival: Floats) -> DraftPlan:
             return choose_draft_lens(
                 survival,
                 [limits[i] for i in able],
                 curves,
                 others=len(limits) - len(able),
                 prefill_tokens=prefill_tokens,
-                draft_factor=self.watch.factor,
+                draft_factor=factors,
             )
 
         expected = self.history.survival(may_draft)
         before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
         usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)
-        lens = best(expected)
-        hope = not any(lens) and any(best(self.history.survival(may_draft, hope=HOPE)))
-        places, correction = (
-            {request: place for place, request in enumerate(may_draft)},
-            self.history.correction(may_draft),
-        )
-        return _Step(question, curves, len(requests), places, expected, usual, correction, lens, hope)
+        plan = best(expected)
+        hopes = plan.lens if any(plan.lens) else best(self.history.survival(may_draft, hope=HOPE)).lens
+        places = {request: place for place, request in enumerate(may_draft)}
+        correction = self.history.correction(may_draft)
+        drafting = sum(length > 0 for length in plan.lens)
+        spare = int(SPARE_SHARE * plan.seconds / curves.slot_seconds(drafting)) if self.reads_confidence else 0
+        return _Step(question, curves, len(requests), places, expected, usual, correction, plan, spare, hopes)
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
@@ -189,12 +194,14 @@ class AutoPolicy(LengthPolicy):
         first = step.requests + prefill_tokens + fixed
         seconds = step.curves.verify_seconds(first + np.arange(count + 1.0))
         seconds += step.curves.draft_seconds(np.array([float(len(slots))]), np.array([float(sum(slots))]))
+        seconds *= self.watch.factors(first + np.arange(count + 1))
         corners = {*(tokens - first for tokens in step.curves.tokens), count}
         lens = choose_verify_lens(
             survival[free],
             [limits[row] for row in free],
             seconds,
             others=step.requests - len(free) + float(expected[whole][drafted[whole]].sum()),
+            rate=step.plan.rate,
             expected=np.sort(expected[free][drafted[free]])[::-1],
             corners=sorted(corner for corner in corners if 0 < corner <= count),
         )
@@ -235,4 +242,6 @@ class AutoPolicy(LengthPolicy):
         self.history.observe(rounds, confidence, [len(step.requests) for step in steps])
 
     def observe_step(self, outcome: StepOutcome) -> None:
+        if self._unread and not outcome.drafting:  # nobody may draft for long
+            self._learn()
         self.watch.observe(outcome)

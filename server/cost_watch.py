@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from dspark_core.arrays import Floats, Ints
 from dspark_core.step_cost import StepCost
 from server.policy import StepOutcome
 
@@ -9,6 +12,7 @@ MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both ali
 LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted by something else
 GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
 GRAIN = 50  # the factor moves in steps of 2 %, for every change of it means a new search
+MOST_ROWS = 256  # larger passes are taken to be alike
 
 
 class CostWatch:
@@ -28,6 +32,8 @@ class CostWatch:
         self.predicted = 0.0
         self._counts = {False: 0, True: 0}  # of steps without and with drafting
         self._known: dict[tuple[int, ...], float] = {}
+        # [MOST_ROWS] the same as `drafting` for passes of so many rows, and of how many steps each is the mean.
+        self._by_rows, self._seen = np.ones(MOST_ROWS), np.zeros(MOST_ROWS)
 
     @property
     def plain_steps(self) -> int:
@@ -37,9 +43,21 @@ class CostWatch:
     @property
     def factor(self) -> float:
         """What a step's predicted seconds are to be multiplied by if somebody drafts in it, next to a plain one."""
-        known = min(self._counts.values())  # of either kind: what slows both down alike says nothing
-        share = known / (known + PRIOR)
-        return round((1 + (self.drafting / self.plain - 1) * share) * GRAIN) / GRAIN
+        return round((1 + (self.drafting / self.plain - 1) * self._share) * GRAIN) / GRAIN
+
+    @property
+    def _share(self) -> float:
+        """How far the two means are to be trusted: as far as both are known, for what slows both down says nothing."""
+        known = min(self._counts.values())
+        return known / (known + PRIOR)
+
+    def factors(self, batch_tokens: Ints) -> Floats:
+        """The factor for passes of so many rows [N]: what was measured may be further off for some than for others."""
+        rows = np.minimum(batch_tokens, MOST_ROWS - 1)
+        seen = self._seen[rows]
+        mean = (self._by_rows[rows] * seen + self.drafting * PRIOR) / (seen + PRIOR)
+        found: Floats = 1 + (mean / self.plain - 1) * self._share
+        return found
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step, if it is one like others."""
@@ -59,5 +77,8 @@ class CostWatch:
         self._counts[drafts] = count = min(self._counts[drafts] + 1, MEMORY)
         if drafts:
             self.drafting += (found - self.drafting) / count
+            rows = min(outcome.batch_tokens, MOST_ROWS - 1)
+            self._seen[rows] = seen = min(self._seen[rows] + 1, MEMORY)
+            self._by_rows[rows] += (found - self._by_rows[rows]) / seen
         else:
             self.plain += (found - self.plain) / count

@@ -126,13 +126,11 @@ class History:
         return self._own.correction(self._rows_of(requests), self._all.correction(_regimes(requests), 1.0))
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
-        rows = [self._rows.get(request, -1) for request in requests]
-        for place, row in enumerate(rows):
-            if row < 0:
-                rows[place] = self._new_row(requests[place])
-        return np.array(rows)
+        return np.array([self._row_of(request) for request in requests])
 
-    def _new_row(self, request: Request) -> int:
+    def _row_of(self, request: Request) -> int:
+        if (known := self._rows.get(request)) is not None:
+            return known
         if not self._free:
             size = len(self._own.predicted)
             self._own.grow()

@@ -86,7 +86,7 @@ class StepOutcome:
 
     @property
     def steady(self) -> bool:
-        """Whether it only went on decoding, without work that other steps have left or spare: its time is typical."""
+        """Whether it is one like others, whose time tells: no prompt in it, and nothing that was left undone before."""
         return self.decoding > 0 and not self.prefill_tokens and not self.caught_up
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
+VERSION = 2  # raised whenever something else is measured, so that costs that were kept are measured anew
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
 
@@ -203,4 +204,4 @@ class Probe:
             torch.zeros(count * rows, width, dtype=drafter.model.dtype, device=device), places, first + places
         )
         blocks = [DraftBlock(1, self.context, slots, self.table(i)) for i in range(count)]
-        drafter.draft(blocks, lambda _, logits, __: greedy_choices(logits)).draft_ids.tolist()
+        drafter.draft(blocks, lambda _, logits, __: greedy_choices(logits).clamp_min_(0)).draft_ids.tolist()

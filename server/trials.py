@@ -5,7 +5,7 @@ All of it is decided before anything is drafted, by counting steps: no text's di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from server.request import Request
@@ -49,20 +49,22 @@ class Trials:
         """Nobody of these drafts."""
         self._rest, self._resting = REST, list(requests)
 
-    def explore(self, idle: Sequence[Request], *, hope: bool) -> set[Request]:
+    def explore(self, idle: Mapping[Request, int]) -> set[Request]:
         """Of those that would not draft, who does so all the same.
 
         Args:
-            hope: a draft a little better than is known would pay.
+            idle: them, and how many slots each would draft if the draft were a little better than is known.
         """
         if not idle:
             return set()
+        hopeful = [request for request, slots in idle.items() if slots]
+        hope = bool(hopeful)
         self._idle_steps += 1
         if self._idle_steps >= self._patience[hope]:
             self._idle_steps, self._turn = 0, self._turn + 1
             self._patience[hope] = min(2 * self._patience[hope], EXPLORE_RARELY)
-            # Where there is hope all try together: then it costs little, for together they nearly pay.
-            for request in idle if hope else [min(idle, key=lambda request: self._began.get(request, 0))]:
+            # Where there is hope all that have it try together: then it costs little, for together they nearly pay.
+            for request in hopeful or [min(idle, key=lambda request: self._began.get(request, 0))]:
                 self._began[request], self._left[request] = self._turn, EXPLORE_ROUNDS
         if not self._left:
             return set()

@@ -25,7 +25,7 @@ from server.auto_policy import AutoPolicy
 from server.config import ServerConfig
 from server.engine import Engine
 from server.policy import FixedLength, LengthPolicy, Threshold
-from server.profile import profile
+from server.profile import VERSION, profile
 from server.recalibrate import REFITTED, OnlineRecalibration
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _conditions(engine: Engine, models: Models) -> list[object]:
     """What costs measured at start depend on, besides the machine's mood."""
     sizes = [engine.max_num_seqs, engine.pool.page_size, engine.max_model_len, engine.pool.num_pages]
     kernels = _kernels(engine)
-    return [models.origin.as_json(), versions(), sizes, kernels]
+    return [VERSION, models.origin.as_json(), versions(), sizes, kernels]
 
 
 def _kernels(engine: Engine) -> str:

@@ -116,7 +116,7 @@ class Watch:
         self.counts.predicted += float(values.sum())
 
     def observe_step(self, outcome: StepOutcome) -> None:
-        """Compare a step's time with what was predicted, if it held no prompt."""
+        """Compare a step's time with what was predicted, if it is one like others."""
         with self._lock:
             self.counts.plain_rounds += outcome.decoding - outcome.drafting
             policy = self.engine.policy

@@ -13,7 +13,7 @@ from dspark_core.draft.backbone import DraftModel
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.kv_cache import KVPool
 
-# (slot, logits [R, V] float32, draft_ids [R, slot] chosen before) to token ids [R]
+# (slot, logits [R, V] float32, draft_ids [R, slot] chosen before) to token ids [R], whatever the logits are
 Choose = Callable[[int, Tensor, Tensor], Tensor]
 
 

@@ -96,18 +96,19 @@ def test_any_block_length_gives_the_same_distribution(draft_len: int, rule: str)
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("settings", ["temperature 1", "all filters"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_draft_that_computes_no_numbers_is_only_a_bad_draft(
-    kernels: bool, rule: str, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, settings: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case S3, of a draft: its tokens are not drawn from any distribution, so none of them may stand by chance."""
     if not kernels:
         for module in ("sampling", "distributions", "verify"):
             monkeypatch.setattr(f"dspark_core.{module}.in_kernels", lambda rows: False)
-    draft, params = table(2), SamplingParams(**RULES[rule])
-    draft[0, 2], draft[1, 3], draft[2] = torch.nan, torch.inf, -torch.inf
+    draft, params = table(2), SamplingParams(**SETTINGS[settings], **RULES[rule])
+    draft[1, 3], draft[2], draft[3, 0] = torch.inf, -torch.inf, torch.nan
     played = sample(table(1), draft, params, draft_len=2)
-    assert played.accepted > 0, "blocks that begin with the last token are drafted as ever"
+    assert played.accepted > 0, "what follows token 0 is drafted as ever"
     assert chi_square_p(played.tokens, exact_joint(table(1), params, 3)) > LEAST_P
 
 

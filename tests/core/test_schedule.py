@@ -36,7 +36,7 @@ def test_no_prefix_of_the_ranking_is_better(seed: int) -> None:
     verify = dict(zip((1, 2, 4, 7, 12), np.cumsum(random.random(5)) + 0.2, strict=True))
     cost = cost_of(verify, tuple(random.random(2) * 0.5))
     limits, other = random.integers(0, slots + 1, requests).tolist(), int(random.integers(0, 3))
-    chosen = tuple(choose_draft_lens(survival, limits, cost, others=other))
+    chosen = tuple(choose_draft_lens(survival, limits, cost, others=other).lens)
     assert all(length <= limit for length, limit in zip(chosen, limits, strict=True))
     ranked = sorted((-survival[i, k], i, k) for i in range(requests) for k in range(limits[i]))
     prefixes = [
@@ -49,28 +49,28 @@ def test_no_prefix_of_the_ranking_is_better(seed: int) -> None:
 
 def test_where_tokens_cost_nothing_all_are_drafted_and_where_they_cost_most_none() -> None:
     survival = np.array([[0.9, 0.8, 0.7], [0.3, 0.1, 0.01]])
-    assert choose_draft_lens(survival, [3, 3], FLAT) == [3, 3]
-    assert choose_draft_lens(survival, [3, 3], LINEAR) == [0, 0]
+    assert choose_draft_lens(survival, [3, 3], FLAT).lens == [3, 3]
+    assert choose_draft_lens(survival, [3, 3], LINEAR).lens == [0, 0]
 
 
 def test_easy_and_hard_requests_share_a_batch() -> None:
     survival = np.array([[0.9, 0.8, 0.7], [0.1, 0.01, 0.001]])
     halfway = cost_of({1: 1.0, 64: 1.0 + 63 * 0.4})
-    assert choose_draft_lens(survival, [3, 3], halfway) == [3, 0]
+    assert choose_draft_lens(survival, [3, 3], halfway).lens == [3, 0]
 
 
 def test_the_draft_s_own_cost_counts() -> None:
     survival = np.array([[0.5, 0.2, 0.1]])
-    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.4, 0.0))) == [3]
-    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.4, 1.0))) == [1]
-    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.9, 0.0))) == [0]
+    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.4, 0.0))).lens == [3]
+    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.4, 1.0))).lens == [1]
+    assert choose_draft_lens(survival, [3], cost_of({1: 1.0, 64: 1.0}, (0.9, 0.0))).lens == [0]
 
 
 def test_a_jagged_curve_does_not_trap_the_search() -> None:
     """Two tokens cost more than four, as on some CPUs."""
     jagged = cost_of({1: 1.0, 2: 2.5, 3: 2.5, 4: 1.1})
     survival = np.array([[0.6, 0.5, 0.4]])
-    assert choose_draft_lens(survival, [3], jagged) == [3]
+    assert choose_draft_lens(survival, [3], jagged).lens == [3]
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:
@@ -84,7 +84,7 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 def test_every_choice_is_quick_enough_to_try() -> None:
     """256 requests of 7 slots: the whole curve of 1792 points, with ties."""
     survival = np.tile(np.linspace(0.9, 0.1, 7), (256, 1))
-    lens = choose_draft_lens(survival, [7] * 256, cost_of({1: 1.0, 512: 2.0, 2048: 9.0}, draft_len=7))
+    lens = choose_draft_lens(survival, [7] * 256, cost_of({1: 1.0, 512: 2.0, 2048: 9.0}, draft_len=7)).lens
     assert len(lens) == 256
     assert sum(lens) in range(1, 1793)
     assert all(len(set(pair)) <= 2 for pair in itertools.pairwise(lens))
@@ -134,6 +134,39 @@ def test_verify_lengths_are_the_best_of_all_where_the_rate_rises_and_then_falls(
 
         best = max(map(rate_of, itertools.product(*(range(limit + 1) for limit in limits))))
         assert rate_of(tuple(chosen)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_with_a_rate_what_is_admitted_is_worth_most_at_it(seed: int) -> None:
+    """Tokens less what the seconds would bring elsewhere: over many steps that brings the most tokens a second."""
+    survival, limits = instance(seed)
+    for slope, rate in itertools.product((0.05, 0.2, 0.5, 0.9), (0.3, 1.0, 2.5)):
+        seconds = 1 + slope * np.arange(sum(limits) + 1.0)
+        chosen = choose_verify_lens(survival, limits, seconds, rate=rate)
+
+        def worth_of(lens: tuple[int, ...], seconds: np.ndarray = seconds, rate: float = rate) -> float:
+            gain = sum(survival[i, :length].sum() for i, length in enumerate(lens))
+            return float(gain - rate * seconds[sum(lens)])
+
+        best = max(map(worth_of, itertools.product(*(range(limit + 1) for limit in limits))))
+        assert worth_of(tuple(chosen)) == pytest.approx(best)
+
+
+def test_at_the_rate_of_many_steps_blocks_bring_more_than_each_for_itself() -> None:
+    """Good blocks and doubtful ones in turn, with a draft that is paid for either way: by the paper's rule fewer
+    tokens a second."""
+    blocks = [np.array([[0.91, 0.85, 0.78, 0.12]]), np.array([[0.51, 0.51, 0.33, 0.01]])]
+    seconds = 1.0 + 0.5 * np.arange(5.0)
+
+    def rate_of(lens: list[int]) -> float:
+        tokens = sum(1 + float(block[0, :length].sum()) for block, length in zip(blocks, lens, strict=True))
+        return tokens / sum(seconds[length] for length in lens)
+
+    by_step = [choose_verify_lens(block, [4], seconds)[0] for block in blocks]
+    best = max(map(rate_of, map(list, itertools.product(range(5), repeat=2))))
+    in_the_long_run = [choose_verify_lens(block, [4], seconds, rate=best)[0] for block in blocks]
+    assert rate_of(in_the_long_run) == pytest.approx(best)
+    assert rate_of(by_step) < 0.96 * best
 
 
 def test_equal_survival_is_admitted_in_order() -> None:
@@ -209,15 +242,15 @@ def test_context_costs_by_request_and_by_row() -> None:
 def test_prompts_in_the_same_pass_count_as_rows_and_not_as_tokens() -> None:
     survival = np.array([[0.6, 0.5, 0.4]])
     stair = cost_of({1: 1.0, 8: 1.0, 9: 9.0, 64: 9.0})
-    assert choose_draft_lens(survival, [3], stair) == [3]
-    assert choose_draft_lens(survival, [3], stair, prefill_tokens=5) == [2], "the ninth row costs most"
+    assert choose_draft_lens(survival, [3], stair).lens == [3]
+    assert choose_draft_lens(survival, [3], stair, prefill_tokens=5).lens == [2], "the ninth row costs most"
 
 
 def test_a_step_that_drafts_may_cost_more_than_was_measured() -> None:
     survival = np.array([[0.5, 0.2, 0.1]])
     cost = cost_of({1: 1.0, 64: 1.0}, (0.4, 0.0))
-    assert choose_draft_lens(survival, [3], cost, draft_factor=1.2) == [3]
-    assert choose_draft_lens(survival, [3], cost, draft_factor=1.4) == [0]
+    assert choose_draft_lens(survival, [3], cost, draft_factor=1.2).lens == [3]
+    assert choose_draft_lens(survival, [3], cost, draft_factor=1.4).lens == [0]
 
 
 @pytest.mark.parametrize("seed", range(40))

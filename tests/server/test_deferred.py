@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from server.engine import Engine
-from server.policy import LengthPolicy
+from server.policy import LengthPolicy, StepOutcome
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run
@@ -52,6 +52,18 @@ def test_who_drafts_again_has_its_context(every: int) -> None:
     for result in run(engine_of(drafter, every), jobs, arrivals=[0, 1, 4]):
         assert result.ids == continuation(result.request)
         assert result.last.speculation.rounds
+
+
+def test_a_step_tells_how_much_was_caught_up_on() -> None:
+    engine, taken = engine_of(oracle(4, continuation), 6), list[StepOutcome]()
+    engine.step_observers.append(taken.append)
+    run(engine, [(make_prompt(PAGE), RequestParams(GREEDY, max_tokens=60))])
+    drafting = [outcome for outcome in taken if outcome.drafting]
+    assert len(drafting) > 2
+    assert all(0 < outcome.caught_up <= 5 for outcome in drafting), "five plain steps, less those that filled a page"
+    assert not any(outcome.caught_up for outcome in taken if not outcome.drafting)
+    assert not any(outcome.steady for outcome in drafting)
+    assert sum(outcome.steady for outcome in taken) == len(taken) - len(drafting) - 1, "all others but the prompt's"
 
 
 def test_who_never_drafts_writes_a_page_at_a_time() -> None:

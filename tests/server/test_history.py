@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,35 @@ def test_a_step_of_many_is_as_many_rounds() -> None:
     for row, request in enumerate(requests):
         apart.observe(Rounds([request], None, *(count[row : row + 1] for count in counts)), None)
     assert together.survival(requests) == pytest.approx(apart.survival(requests), rel=0.02)
+
+
+def test_steps_that_are_learnt_from_together_fade_as_those_learnt_from_one_by_one() -> None:
+    source, together, apart = np.random.default_rng(1), History(K), History(K)
+    requests = [some_request(RequestParams(SamplingParams(seed=seed))) for seed in (None, None, 3)]
+    steps = []
+    for rows in ([0, 1, 2], [1], [2, 0], [1, 0]):
+        accepted = source.integers(0, K + 1, len(rows))
+        counts = [np.full(len(rows), K), np.full(len(rows), K), np.minimum(accepted + 1, K), accepted]
+        steps.append(Rounds([requests[row] for row in rows], source.normal(size=(len(rows), K)), *counts))
+    nobody_looked = [np.array([2]), np.array([2]), np.array([2]), np.array([1])]
+    narrow = Rounds([requests[0]], np.array([[0.5, -0.5]]), *nobody_looked)
+    for step in steps:
+        assert step.logits is not None
+        apart.observe(step, 1 / (1 + np.exp(-step.logits)))
+    joined = Rounds.together(steps)
+    assert joined.logits is not None
+    mixed = Rounds.together([narrow, replace(narrow, logits=None), steps[0]])
+    assert mixed.logits is not None
+    assert mixed.logits.shape == (5, K)
+    assert mixed.logits[0, :2].tolist() == [0.5, -0.5]
+    assert np.isnan(mixed.logits[0, 2:]).all()
+    assert np.isnan(mixed.logits[1]).all()
+    assert mixed.drafted.tolist() == [2, 2, K, K, K]
+    assert Rounds.together([replace(narrow, logits=None)] * 2).logits is None
+    together.observe(joined, 1 / (1 + np.exp(-joined.logits)), [len(step.requests) for step in steps])
+    assert together.survival(requests) == pytest.approx(apart.survival(requests))
+    assert together.correction(requests) == pytest.approx(apart.correction(requests))
+    assert together.rounds == apart.rounds == 8
 
 
 def test_confidence_counts_for_all_slots_whether_verified_or_not() -> None:

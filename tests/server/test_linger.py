@@ -87,7 +87,7 @@ def test_a_body_that_is_too_long_is_read_for_a_while(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("leaves", [True, False])
 def test_nobody_is_waited_for_longer_than_that(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a client that leaves nor one that sends nothing more keeps its connection."""
-    monkeypatch.setattr(linger, "LINGER_S", DEADLINE_S if leaves else 0.05)
+    monkeypatch.setattr(linger, "LINGER_S", 10 * DEADLINE_S if leaves else 0.05)
     with server_of(draining()) as url, closing(connect(url)) as client:
         client.sendall(head("/generate") + b"x")
         assert read_answer(client).startswith(b"HTTP/1.1 503 ")

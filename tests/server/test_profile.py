@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from server.profile import Key, Probe, _slopes, profile
 from tests.server.engines import check_idle, make_engine, run, tiny_draft
@@ -60,3 +61,12 @@ def test_noise_makes_no_cost_negative() -> None:
     assert _slopes(medians(-1e-6, 3e-7, -1e-7), 64) == pytest.approx((0.0, 3e-7 - 1e-6 / 8, 0.0), abs=2e-8)
     assert _slopes(medians(-1e-6, -1e-6, 0.0), 64) == (0.0, 0.0, 0.0)
     assert _slopes({key: t for key, t in medians(1e-6, 1e-6, 0.0).items() if key[1] == 64}, 64) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_draft_that_computes_no_numbers_costs_what_others_cost(broken: float) -> None:
+    """Case S3: it is a bad draft, and no reason not to start."""
+    draft = tiny_draft.__wrapped__("vanilla", 4)  # not the one that all tests share
+    with torch.no_grad():
+        draft.norm.weight.fill_(broken)
+    assert profile(make_engine(draft, num_tokens=1024), repeats=1).cost.draft_len == 4

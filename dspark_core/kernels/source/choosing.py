@@ -1,7 +1,7 @@
 """Choosing tokens from rows of logits, a row or a request a task.
 
 Nothing of a row is written: its probabilities are made where they are read, and most are never needed. A row is what
-`sampling.normalised` returns, whose weights are bit for bit what `sampling.softmax` writes, or `sampling.shifted`.
+`sampling.normalised` returns; its weights are bit for bit what `sampling.softmax` writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dspark_core.kernels.source.sampling import (
     normalised,
     row_memory,
     row_room,
-    shifted,
     tail,
     weighed,
 )
@@ -127,7 +126,7 @@ def _draw_excess(row, other, u, size, sums, spare):
 @njit(error_model="numpy")
 def _draw(a, number, sums, spare, _):
     x, size, numbers, out = a[2], a[3], doubles(a[5]), integers(a[6])
-    row = shifted(x + number * size * 4, size, inverse_of(a[4], number), spare)
+    row = normalised(x + number * size * 4, size, inverse_of(a[4], number), spare)
     out[number] = _draw_excess(row, NO_ROW, numbers[number], size, sums, spare)
 
 

@@ -61,8 +61,8 @@ def weighed(found, row):
 
 
 @njit(error_model="numpy")
-def shifted(x, size, inverse, spare):
-    """A row at address `x` whose weights are the softmax of its values times `inverse`, but for a factor.
+def normalised(x, size, inverse, spare):
+    """A row at address `x` with what makes its weights the softmax of its values times `inverse`.
 
     Its largest value becomes 0 first, so that tiny temperatures lose no digits.
     """
@@ -71,13 +71,7 @@ def shifted(x, size, inverse, spare):
         largest = maximum(largest, load(x + i * 4))
     if full < size:
         largest = maximum(largest, tail(x, full, size, spare))
-    return x, lane_max(largest), inverse, np.float32(1)
-
-
-@njit(error_model="numpy")
-def normalised(x, size, inverse, spare):
-    """The same with the factor that makes them the softmax."""
-    row, full, total = shifted(x, size, inverse, spare), size - size % LANES, 0.0
+    row, total = (x, lane_max(largest), inverse, np.float32(1)), 0.0
     for start in range(0, full, BLOCK):
         sums = splat(np.float32(0))
         for i in range(start, min(start + BLOCK, full), LANES):
