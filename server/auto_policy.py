@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
 # Slots are drafted beyond what earlier rounds say will pay, for today's confidence to choose from, as long as they take
 # no more than this share of the step: where drafting is cheap (docs/LOG.md).
 SPARE_SHARE = 0.02
+CHOICE_SECONDS = 1e-3  # about what it takes to read confidence, choose by it and learn from it
 HOPE = 1.0  # standard deviations of what is known of the draft, by which it may be better than that
 # Where it would not pay even so much better, at none of some loads, one request in so many is still able to draft: by
 # the first tokens of its prompt, drawn anew after a while.
@@ -49,6 +50,8 @@ class _Step:
         correction: [len(able)] what the confidence is to be multiplied by.
         plan: draft slots of those requests.
         spare: slots that each of them drafts besides.
+        by_confidence: whether today's confidence decides what is verified: where there is something to choose from, or
+            where choosing takes no time to speak of. Else all that is drafted is verified.
         hopes: what the slots would be if the draft were a little better than is known, where nobody drafts.
         in_full: requests whose blocks are verified whatever their confidence, by a choice made before drafting.
     """
@@ -62,6 +65,7 @@ class _Step:
     correction: Floats
     plan: DraftPlan
     spare: int
+    by_confidence: bool
     hopes: list[int]
     in_full: set[Request] = field(default_factory=set)
 
@@ -70,7 +74,7 @@ class AutoPolicy(LengthPolicy):
     """Chooses by cost, earlier rounds and, with a confidence head, today's block.
 
     Who drafts and how far is decided from earlier rounds alone, by a search over the whole curve of costs that includes
-    drafting nothing (paper §5.2). How much of it is verified is then decided by Algorithm 1 over today's survival.
+    drafting nothing (paper §5.2). How much of it is verified is then decided by today's survival (Algorithm 1).
     Neither can touch a text's distribution, nor any text of a request with a seed. (Which of its texts an unseeded
     request gets does depend on it: times differ from run to run.)
 
@@ -174,15 +178,17 @@ class AutoPolicy(LengthPolicy):
         places = {request: place for place, request in enumerate(may_draft)}
         correction = self.history.correction(may_draft)
         drafting = sum(length > 0 for length in plan.lens)
-        spare = int(SPARE_SHARE * plan.seconds / curves.slot_seconds(drafting)) if self.reads_confidence else 0
-        return _Step(question, curves, len(requests), places, expected, usual, correction, plan, spare, hopes)
+        little = SPARE_SHARE * plan.seconds
+        spare = int(little / curves.slot_seconds(drafting)) if self.reads_confidence else 0
+        chooses = self.reads_confidence and (spare > 0 or little > CHOICE_SECONDS)
+        return _Step(question, curves, len(requests), places, expected, usual, correction, plan, spare, chooses, hopes)
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
     ) -> list[int]:
         step = self._step
         assert step is not None, "admit comes after plan"
-        if self.calibration is None or logits is None:
+        if not step.by_confidence or logits is None:
             return list(slots)
         rows = np.array([step.able[request] for request in requests])
         expected, drafted = step.expected[rows], np.arange(step.expected.shape[1]) < np.array(slots)[:, None]
@@ -227,6 +233,8 @@ class AutoPolicy(LengthPolicy):
         return self._step is not None and request in self._step.in_full
 
     def observe(self, rounds: Rounds) -> None:
+        if self._step is not None and not self._step.by_confidence:
+            rounds = replace(rounds, logits=None)  # all was verified: outcomes tell all
         self._unread.append(rounds)
         ended = any(request.finished for request in rounds.requests)  # the next ones should know
         if ended or self.history.rounds < LITTLE or len(self._unread) >= TOGETHER:

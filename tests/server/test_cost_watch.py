@@ -1,0 +1,46 @@
+"""Steps are compared with what was measured beforehand, by what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from server.cost_watch import CostWatch
+from tests.server.test_auto_policy import cost_of, step
+
+
+def test_step_times_are_compared_with_what_was_predicted() -> None:
+    watch = CostWatch(cost_of(0.0))
+    assert watch.factor == 1.0
+    for _ in range(400):
+        watch.observe(step(1.1))
+        watch.observe(step(1.32, drafting=1))
+        watch.observe(step(9.0, drafting=1, prefill=50))
+        watch.observe(replace(step(9.0, drafting=1), caught_up=17))
+    assert watch.plain == pytest.approx(1.1, rel=0.01)
+    assert watch.factor == pytest.approx(1.2, rel=0.02)
+    watch.observe(step(500.0))
+    assert watch.plain < 1.15, "one interrupted step says little"
+
+
+def test_a_slow_machine_is_no_reason_not_to_draft() -> None:
+    watch = CostWatch(cost_of(0.0))
+    for _ in range(100):
+        watch.observe(step(1.8, drafting=1))
+    assert watch.factor == 1.0, "plain steps may be as slow: nobody has seen one"
+    watch.observe(step(1.8))
+    assert watch.factor < 1.1
+
+
+def test_a_size_of_pass_that_was_measured_badly_is_found_out_by_itself() -> None:
+    watch = CostWatch(cost_of(0.0))
+    for _ in range(200):
+        watch.observe(step(1.0))
+        watch.observe(replace(step(1.1, drafting=1), batch_tokens=6))
+        watch.observe(replace(step(1.5, drafting=1), batch_tokens=9))
+    found = watch.factors(np.array([6, 9, 20, 100_000]))
+    assert found[0] == pytest.approx(1.1, rel=0.05)
+    assert found[1] == pytest.approx(1.4, rel=0.05), "nearly: fifty steps count, and eight in which both are alike"
+    assert found[2] == found[3] == pytest.approx(1.26, rel=0.05), "sizes that nobody saw are like all others"
