@@ -62,13 +62,13 @@ def give_back_library(name: str) -> None:
     except OSError:  # another system, or one that does not show this
         return
     memory = ctypes.CDLL(None)
-    for mapping in mappings:
+    for mapping in filter(None, mappings):
         first, *lines = mapping.splitlines()
         place, access, _, _, _, *path = first.split(None, 5)
         if not path or name.encode() not in path[0].rpartition(b"/")[2] or b"w" in access:
             continue
         sizes = {key: value.strip() for key, _, value in (line.partition(b":") for line in lines)}
         # Pages that were written to, as the loader writes to some, are not those of the file.
-        if sizes[b"Rss"] != b"0 kB" and sizes[b"Anonymous"] == sizes.get(b"Swap", b"0 kB") == b"0 kB":
+        if sizes.get(b"Rss") != b"0 kB" and sizes.get(b"Anonymous") == sizes.get(b"Swap", b"0 kB") == b"0 kB":
             begin, end = (int(part, 16) for part in place.split(b"-"))
             memory.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -49,6 +49,7 @@ class _Step:
         usual: [len(able), K] the same of a slot, given that those before it stand.
         correction: [len(able)] what the confidence is to be multiplied by.
         plan: draft slots of those requests.
+        rate: tokens a second that such steps bring when they hold no prompt.
         spare: slots that each of them drafts besides.
         by_confidence: whether today's confidence decides what is verified: where there is something to choose from, or
             where choosing takes no time to speak of. Else all that is drafted is verified.
@@ -64,6 +65,7 @@ class _Step:
     usual: Floats
     correction: Floats
     plan: DraftPlan
+    rate: float
     spare: int
     by_confidence: bool
     hopes: list[int]
@@ -157,31 +159,38 @@ class AutoPolicy(LengthPolicy):
         curves = self.cost.at(context, len(requests))
         may_draft = [requests[i] for i in able]
 
-        first = len(limits) + prefill_tokens
-        factors = self.watch.factors(first + np.arange(1, sum(limits) + 1))
-
-        def best(survival: Floats) -> DraftPlan:
+        def best(survival: Floats, prefill_tokens: int) -> DraftPlan:
+            rows = len(limits) + prefill_tokens + np.arange(1, sum(limits) + 1)
             return choose_draft_lens(
                 survival,
                 [limits[i] for i in able],
                 curves,
                 others=len(limits) - len(able),
                 prefill_tokens=prefill_tokens,
-                draft_factor=factors,
+                draft_factor=self.watch.factors(rows),
             )
 
         expected = self.history.survival(may_draft)
         before = np.concatenate((np.ones((len(expected), 1)), expected[:, :-1]), -1)
         usual = np.divide(expected, before, out=np.zeros_like(expected), where=before > 0)
-        plan = best(expected)
-        hopes = plan.lens if any(plan.lens) else best(self.history.survival(may_draft, hope=HOPE)).lens
+        plan = best(expected, prefill_tokens)
+        hopes = plan.lens if any(plan.lens) else best(self.history.survival(may_draft, hope=HOPE), prefill_tokens).lens
         places = {request: place for place, request in enumerate(may_draft)}
         correction = self.history.correction(may_draft)
+        rate = (best(expected, 0) if prefill_tokens else plan).rate
+        spare, chooses = self._to_choose(plan, curves)
+        return _Step(
+            question, curves, len(requests), places, expected, usual, correction, plan, rate, spare, chooses, hopes
+        )
+
+    def _to_choose(self, plan: DraftPlan, curves: CostCurves) -> tuple[int, bool]:
+        """How many slots to draft beyond the plan, and whether confidence is to choose between slots at all."""
         drafting = sum(length > 0 for length in plan.lens)
+        if not self.reads_confidence or not drafting:
+            return 0, False
         little = SPARE_SHARE * plan.seconds
-        spare = int(little / curves.slot_seconds(drafting)) if self.reads_confidence else 0
-        chooses = self.reads_confidence and (spare > 0 or little > CHOICE_SECONDS)
-        return _Step(question, curves, len(requests), places, expected, usual, correction, plan, spare, chooses, hopes)
+        spare = int(little / curves.slot_seconds(drafting))
+        return spare, spare > 0 or little > CHOICE_SECONDS
 
     def admit(
         self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
@@ -207,7 +216,7 @@ class AutoPolicy(LengthPolicy):
             [limits[row] for row in free],
             seconds,
             others=step.requests - len(free) + float(expected[whole][drafted[whole]].sum()),
-            rate=step.plan.rate,
+            rate=step.rate,
             expected=np.sort(expected[free][drafted[free]])[::-1],
             corners=sorted(corner for corner in corners if 0 < corner <= count),
         )

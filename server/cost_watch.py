@@ -13,6 +13,7 @@ LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted 
 GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
 GRAIN = 50  # the factor moves in steps of 2 %, for every change of it means a new search
 MOST_ROWS = 256  # larger passes are taken to be alike
+FADES = 0.995  # what a size of pass is known by, from one drafting step to the next
 
 
 class CostWatch:
@@ -78,6 +79,7 @@ class CostWatch:
         if drafts:
             self.drafting += (found - self.drafting) / count
             rows = min(outcome.batch_tokens, MOST_ROWS - 1)
+            self._seen *= FADES  # sizes that are not met are forgotten: the machine was another one then
             self._seen[rows] = seen = min(self._seen[rows] + 1, MEMORY)
             self._by_rows[rows] += (found - self._by_rows[rows]) / seen
         else:

@@ -90,7 +90,8 @@ class History:
         if confidence is not None:
             drafted = slots < rounds.drafted[:, None]
             told = ~np.isnan(np.where(drafted, confidence, 0)).any(-1)
-            survival = np.where(drafted, confidence, 0).cumprod(-1)
+            corrected = np.minimum(confidence * self.correction(rounds.requests)[:, None], 1.0)
+            survival = np.where(drafted, corrected, 0).cumprod(-1)
             before = np.concatenate((np.ones((count, 1)), survival[:, :-1]), -1)
             reached[told], stood[told] = np.where(drafted, before, 0)[told], survival[told]
             # Slot by slot, given that those before it stood: so that the end of a text cuts nothing off that would have
@@ -119,7 +120,7 @@ class History:
         if hope:
             base += hope * np.sqrt(base * (1 - base) / (self._all.reached[regimes] + self._weight))
         rates = self._own.rates(self._rows_of(requests), base, OWN_PRIOR)
-        return np.minimum(rates * self.correction(requests)[:, None], 1.0).cumprod(-1)
+        return np.minimum(rates, 1.0).cumprod(-1)
 
     def correction(self, requests: Sequence[Request]) -> Floats:
         """[R] what the confidence of these requests' slots is to be multiplied by, by what became of earlier blocks."""

@@ -276,3 +276,22 @@ def test_confidence_decides_where_that_takes_no_time_to_speak_of(scale: float, s
     policy.observe(one_round(request, [-9.0] * slots, drafted=slots, verified=length, accepted=length))
     promised = policy.history.survival([request])[0, 0]
     assert (promised < 0.7) == chooses, "by what it promised, or by what it kept"
+
+
+def test_what_is_tried_is_learnt_from_by_its_outcome() -> None:
+    """Nobody would draft by himself: all of a try is verified, and confidence has nothing to choose from."""
+    policy, request = AutoPolicy(cost_of(0.9, draft=0.5, draft_len=4), Calibration.raw(4)), some_request()
+    policy.plan([request], [4], 0)
+    assert policy._step is not None
+    assert not any(policy._step.plan.lens)
+    assert not policy._step.by_confidence
+
+
+def test_a_prompt_in_the_pass_is_no_reason_to_verify_more() -> None:
+    policy, request = AutoPolicy(cost_of(0.2, draft_len=4), Calibration.raw(4)), some_request()
+    policy.plan([request], [4], 0)
+    assert policy._step is not None
+    alone = policy._step.rate
+    policy.plan([request], [4], 500)
+    assert policy._step.plan.rate < alone / 10
+    assert policy._step.rate == alone

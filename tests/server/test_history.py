@@ -86,9 +86,24 @@ def test_steps_that_are_learnt_from_together_fade_as_those_learnt_from_one_by_on
     assert mixed.drafted.tolist() == [2, 2, K, K, K]
     assert Rounds.together([replace(narrow, logits=None)] * 2).logits is None
     together.observe(joined, 1 / (1 + np.exp(-joined.logits)), [len(step.requests) for step in steps])
-    assert together.survival(requests) == pytest.approx(apart.survival(requests))
     assert together.correction(requests) == pytest.approx(apart.correction(requests))
+    by_outcome = History(K), History(K)
+    for step in steps:
+        by_outcome[0].observe(step, None)
+    by_outcome[1].observe(joined, None, [len(step.requests) for step in steps])
+    assert by_outcome[1].survival(requests) == pytest.approx(by_outcome[0].survival(requests))
     assert together.rounds == apart.rounds == 8
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_rounds_without_confidence_are_not_corrected_for_what_others_promised(share: float) -> None:
+    """Slots are promised 0.9 and stand with 0.6: whatever is looked at, that is what is expected."""
+    source, history, request = np.random.default_rng(0), History(K), some_request()
+    for _ in range(3000):
+        accepted = int(np.argmin(np.append(source.random(K) < 0.6, False)))
+        told = np.full((1, K), 0.9) if source.random() < share else None
+        history.observe(one_round(request, None, drafted=K, verified=K, accepted=accepted), told)
+    assert history.survival([some_request()])[0, 0] == pytest.approx(0.6, abs=0.07)
 
 
 def test_confidence_counts_for_all_slots_whether_verified_or_not() -> None:
