@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean
 
 import numpy as np
@@ -140,9 +141,9 @@ def main() -> None:
     raw = Calibration.raw(SLOTS)
     known = replace(raw, acceptance=acceptance(CHANCES, SLOTS))
     ways: dict[str, tuple[Callable[[], LengthPolicy], float]] = {
-        **{f"fixed {length}": (lambda length=length: FixedLength(length), 0.0) for length in range(1, 6)},  # type: ignore[misc]
-        "uncalibrated": (lambda: AutoPolicy(COST, raw), CHOICE_MS),
-        "calibrated": (lambda: AutoPolicy(COST, known), CHOICE_MS),
+        **{f"fixed {length}": (partial(FixedLength, length), 0.0) for length in range(1, 6)},
+        "uncalibrated": (partial(AutoPolicy, COST, raw), CHOICE_MS),
+        "calibrated": (partial(AutoPolicy, COST, known), CHOICE_MS),
         "ceiling": (omniscient, 0.0),
     }
     results = {}
