@@ -33,9 +33,9 @@ class CostCurves:
 
     def slot_seconds(self, requests: int) -> float:
         """Of a slot more for each of so many requests that draft; at least a nanosecond."""
-        count = np.array([float(requests)])
-        slots = [float(self.draft_seconds(count, count * size)[0]) for size in (1, 2)]
-        return max(slots[1] - slots[0], 1e-9)
+        count = np.full(2, float(requests))
+        one, two = self.draft_seconds(count, count * (1, 2))
+        return max(float(two - one), 1e-9)
 
     def draft_seconds(self, requests: Floats, slots: Floats) -> Floats:
         """Of drafting so many slots in all for so many requests (0 for none)."""

@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
-VERSION = 2  # raised whenever something else is measured, so that costs that were kept are measured anew
+# What takes little is measured more often: so many times as often at most, for so long in all.
+MORE, ENOUGH_SECONDS = 3, 0.12
+VERSION = 3  # raised whenever something else is measured, so that costs that were kept are measured anew
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
 
@@ -56,9 +58,10 @@ def profile(
 
     Args:
         contexts: lengths to measure what context adds, beside the short one; those that do not fit are left out.
-        repeats: rounds. Each goes over everything once: a while in which the machine is busy with something else
-            spoils one sample of each, which a median leaves out, and not all samples of one.
-        progress: told how many samples are taken, and of how many.
+        repeats: samples of what takes long; of what takes little up to three times as many. They are taken in rounds,
+            each of which goes over everything once: a while in which the machine is busy with something else spoils
+            one sample of each, which a median leaves out, and not all samples of one.
+        progress: told how many samples are taken, and of how many, as far as is known.
     """
     start = time.perf_counter()
     room = min(engine.max_model_len, engine.memory.capacity)
@@ -140,15 +143,23 @@ def _slopes(medians: dict[Key, float], short: int) -> tuple[float, float, float]
 def _measure(
     runs: dict[Key, Callable[[], object]], repeats: int, progress: Callable[[int, int], object]
 ) -> dict[Key, list[float]]:
-    """Seconds of each, `repeats` times; the first round, which compiles and allocates, does not count."""
+    """Seconds of each; the first round, which compiles and allocates, does not count but for how many follow it."""
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
-    for number in range(repeats + 1):
-        for place, (key, run) in enumerate(runs.items(), 1):
+    samples = dict.fromkeys(runs, 1 + repeats)
+    done = 0
+    for number in range(1 + MORE * repeats):
+        for key, run in runs.items():
+            if number >= samples[key]:
+                continue
             start = time.perf_counter()
             run()
+            taken = time.perf_counter() - start
             if number:
-                seconds[key].append(time.perf_counter() - start)
-            progress(number * len(runs) + place, (repeats + 1) * len(runs))
+                seconds[key].append(taken)
+            else:
+                samples[key] = 1 + min(max(repeats, int(ENOUGH_SECONDS / taken)), MORE * repeats)
+            done += 1
+            progress(done, sum(samples.values()))
     return seconds
 
 

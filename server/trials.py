@@ -15,8 +15,9 @@ from server.request import Request
 EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
 # Much sooner where drafting would pay if the draft were only a little better than is known.
 EXPLORE_SOON = 32
-# While drafting pays, so many steps go by until one is plain; more of them once some plain ones are known.
-PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 48, 16, 1024
+# While drafting seems to pay, so many steps go by until one is plain: few for the first times, for what was measured
+# before may be wrong by more than drafting would gain; and more once many plain steps are known.
+PLAIN_SOON, FIRST_TIMES, PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 4, 4, 48, 16, 1024
 REST = 15  # steps in which the answer "nobody drafts" stands without being asked again
 
 
@@ -24,7 +25,7 @@ class Trials:
     """Whose turn it is to try drafting, and when a step is to be plain although drafting pays."""
 
     def __init__(self) -> None:
-        self._idle_steps, self._drafting_steps = 0, 0
+        self._idle_steps = self._drafting_steps = self._plain_steps = 0
         self._patience = self._fresh_patience()
         self._rest, self._resting = 0, list[Request]()
         self._turn = 0
@@ -88,7 +89,8 @@ class Trials:
             known: plain steps that were timed.
         """
         self._drafting_steps += 1
-        if self._drafting_steps < (PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
+        first = self._plain_steps < FIRST_TIMES
+        if self._drafting_steps < (PLAIN_SOON if first else PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
             return False
-        self._drafting_steps = 0
+        self._drafting_steps, self._plain_steps = 0, self._plain_steps + 1
         return True

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.load_plots import plot
 from benchmarks.scripted import coins
+from benchmarks.ways import Tally, ratio_error
 from server.request import Request, RequestParams
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,25 @@ def test_the_scripted_draft_s_confidence_is_calibrated() -> None:
         rows = np.isclose(confidence, level, atol=1e-6)
         assert outcome[rows].mean() == pytest.approx(level, abs=0.04)
     assert len(np.unique(confidence.round(6))) == 4, "two prompts' chances, two hints"
+
+
+def test_the_error_of_a_ratio_is_the_spread_over_many_runs() -> None:
+    """Two ways on a machine whose speed wanders, which is no error, and on which each has luck of its own, which is."""
+    source, ratios, told = np.random.default_rng(0), [], []
+    for _ in range(300):
+        machine = np.exp(0.3 * np.sin(np.linspace(0, 9, 400) + source.uniform(0, 6)))
+        tallies = []
+        for speed in (1.2, 1.0):
+            seconds = source.uniform(0.1, 0.2, 400)
+            luck = np.repeat(source.normal(1, 0.1, 50), 8)  # of an answer, over 8 turns
+            tokens = speed * seconds * machine * luck
+            turns = list(zip(seconds.tolist(), tokens.tolist(), strict=True))
+            tallies.append(Tally(seconds.sum(), tokens.sum(), turns=turns))
+        one, other = tallies
+        ratios.append(one.tokens / one.seconds / (other.tokens / other.seconds))
+        told.append(ratio_error(one, other))
+    assert np.mean(told) == pytest.approx(np.std(ratios) / np.mean(ratios), rel=0.15)
+    assert np.isnan(ratio_error(Tally(turns=[(1.0, 1)] * 15), Tally(turns=[(1.0, 1)] * 99))), "fewer than two runs"
 
 
 def test_a_load_curve_is_drawn(tmp_path: Path) -> None:

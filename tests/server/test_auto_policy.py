@@ -15,7 +15,7 @@ from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import LITTLE, TOGETHER, AutoPolicy
 from server.policy import FixedLength, LengthPolicy, StepOutcome, Threshold
 from server.request import Request, RequestParams
-from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, PLAIN_EVERY, PLAIN_RARELY
+from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY, PLAIN_RARELY, PLAIN_SOON
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft, tiny_target
 from tests.server.policies import Timeless, one_round
@@ -77,7 +77,7 @@ def test_sampled_text_follows_the_target_whatever_is_admitted(kind: str, samplin
 def test_a_confidence_that_looks_at_its_own_token_fails_the_same_test(kind: str) -> None:
     """The control (paper, appendix A): then a choice by confidence is biased."""
     drafter = ConfidentDrafter(DRAFT_LEN, tiny_target(V), by_parity, leaks=True)
-    assert p_values(draw_texts(drafter, RATIO, policy=policies()[kind]), RATIO)[0] < 1e-9
+    assert p_values(draw_texts(drafter, RATIO, policy=policies()[kind]), RATIO)[0] < 1e-7
 
 
 def test_a_slot_whose_confidence_is_no_number_says_nothing_of_those_before_it() -> None:
@@ -207,14 +207,16 @@ def test_what_is_verified_in_full_is_so_whatever_it_costs() -> None:
     cost = StepCost(CostCurves([1, 2, 3, 4, 5, 64], verify, [1, 8], [0.0] * 2, [0.0] * 2, 4))
     policy, requests = AutoPolicy(cost, Calibration.raw(4)), [some_request(), some_request()]
     policy.plan(requests, [4, 4], 0)
-    assert policy._step is not None
-    policy._step.in_full = {requests[1]}
+    assert policy._plan is not None
+    policy._plan.in_full = {requests[1]}
     assert policy.admit(requests, [3, 3], np.full((2, 4), -9.0), 0) == [0, 3]
 
 
 def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
     """Or nobody would know what drafting costs beside it."""
     policy, request = AutoPolicy(cost_of(0.01, draft_len=4)), some_request()
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
+    assert lens.count(0) == FIRST_TIMES, "soon, for the first times"
     lens = [policy.plan([request], [4], 0)[0] for _ in range(3 * PLAIN_EVERY)]
     assert lens.count(0) == 3
     for _ in range(100):
@@ -282,16 +284,16 @@ def test_what_is_tried_is_learnt_from_by_its_outcome() -> None:
     """Nobody would draft by himself: all of a try is verified, and confidence has nothing to choose from."""
     policy, request = AutoPolicy(cost_of(0.9, draft=0.5, draft_len=4), Calibration.raw(4)), some_request()
     policy.plan([request], [4], 0)
-    assert policy._step is not None
-    assert not any(policy._step.plan.lens)
-    assert not policy._step.by_confidence
+    assert policy._plan is not None
+    assert not any(policy._plan.draft.lens)
+    assert not policy._plan.by_confidence
 
 
 def test_a_prompt_in_the_pass_is_no_reason_to_verify_more() -> None:
     policy, request = AutoPolicy(cost_of(0.2, draft_len=4), Calibration.raw(4)), some_request()
     policy.plan([request], [4], 0)
-    assert policy._step is not None
-    alone = policy._step.rate
+    assert policy._plan is not None
+    alone = policy._plan.rate
     policy.plan([request], [4], 500)
-    assert policy._step.plan.rate < alone / 10
-    assert policy._step.rate == alone
+    assert policy._plan.draft.rate < alone / 10
+    assert policy._plan.rate == alone
