@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dspark_core.kernels.rows import COUPLE, DRAW, VERIFY, expect
+from dspark_core.arrays import Ints
+from dspark_core.kernels.launch import Kernel
+from dspark_core.kernels.rows import COUPLE, DRAW, PICK, VERIFY, expect
 from dspark_core.randomness import Purpose
 from dspark_core.verify import Verified
 
@@ -79,3 +83,51 @@ class LogitRows:
 
 def _address(temperature: Tensor | None) -> int:
     return 0 if temperature is None else temperature.data_ptr()
+
+
+@dataclass(frozen=True)
+class SlotChoice:
+    """A kernel that chooses the tokens of R requests, a task each, in one slot of their blocks after the other.
+
+    Attributes:
+        arguments: names of what it takes. Not in `values` are "x", "size" and "ids": logits [R, size], and where the
+            ids go [R].
+        values: numbers of all slots, or one for each of K.
+        alive: what addresses among them point to.
+    """
+
+    kernel: Kernel
+    arguments: tuple[str, ...]
+    values: dict[str, int | Ints]
+    alive: tuple[Tensor | None, ...] = ()
+
+    @classmethod
+    def most_likely(cls) -> SlotChoice:
+        return cls(PICK, ("x", "size", "ids"), {})
+
+    @classmethod
+    def drawn(cls, temperature: Tensor | None, u: Tensor) -> SlotChoice:
+        """As `LogitRows.draw` of each slot, by numbers `u` [K, R]."""
+        expect(u, torch.float64, u.shape)
+        values: dict[str, int | Ints] = {"temperature": _address(temperature), "u": _by_slot(u)}
+        return cls(DRAW, ("x", "size", "temperature", "u", "ids"), values, (temperature, u))
+
+    @classmethod
+    def coupled(cls, temperature: Tensor | None, keys: Tensor, positions: Tensor) -> SlotChoice:
+        """As `LogitRows.couple` of each slot, of keys [R] and positions [K, R]."""
+        expect(positions, torch.int64, positions.shape)
+        expect(keys, torch.int64, positions.shape[1:])
+        values: dict[str, int | Ints] = {
+            "temperature": _address(temperature),
+            "keys": keys.data_ptr(),
+            "positions": _by_slot(positions),
+            "purpose": int(Purpose.NOISE),
+        }
+        arguments = ("x", "size", "temperature", "keys", "positions", "purpose", "ids")
+        return cls(COUPLE, arguments, values, (temperature, keys, positions))
+
+
+def _by_slot(values: Tensor) -> Ints:
+    """Where the numbers of each slot begin, of [K, R] of 8 bytes each."""
+    slots, rows = values.shape
+    return values.data_ptr() + np.arange(slots) * rows * 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ from dspark_core.randomness import Purpose, round_uniform
 from dspark_core.sampling import Filters, SamplingParams
 from dspark_core.verify import Verified, greedy_choices, verify_choices
 
+if TYPE_CHECKING:
+    from dspark_core.logit_rows import SlotChoice
+
 
 class Round:
-    """Draft choices and verification of R requests.
+    """Draft choices and verification of R requests. It is called for the choices of a slot (see `Drafter.draft`).
 
     Args:
         sources: one per request, in batch order.
@@ -41,7 +45,7 @@ class Round:
         self.ratio_filters = self._filters(self.ratio)
         self.coupled_filters = self._filters(self.coupled)
         self.adjustments = {i: Adjustments(s, device) for i, s in enumerate(sources) if s.adjusted}
-        self.draft_u: Sequence[Tensor] = ()  # per slot [len(ratio)]
+        self._draft_numbers = torch.empty(0, 0)  # per slot [len(ratio)]
         self.drafts: list[Distributions] = []  # per slot, of the ratio rule
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
@@ -55,7 +59,7 @@ class Round:
     def _filters(self, places: list[int]) -> Filters | None:
         return Filters.of([self.sources[i].params for i in places], self.device) if places else None
 
-    def choose(self, slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:
+    def __call__(self, slot: int, logits: Tensor, draft_ids: Tensor) -> Tensor:
         """Draft tokens [R] of one slot from the draft's logits [R, V].
 
         Args:
@@ -65,6 +69,29 @@ class Round:
         # Where there is no choice, since the draft computed NaN or adjustments left nothing, any token will do: under
         # the ratio rule it never stands, and what follows it is drawn from the target alone.
         return ids.clamp_min_(0)
+
+    def in_kernels(self, slots: int) -> SlotChoice | None:
+        """The same choices in so many slots as a kernel, if all requests are alike and nothing else is to be done to
+        their logits. What it chose from must then be told to `drew_from`.
+        """
+        kinds = [kind for kind in (self.greedy, self.ratio, self.coupled) if kind]
+        filters = self.ratio_filters or self.coupled_filters
+        if self.adjustments or len(kinds) > 1 or (filters and filters.drops_tokens):
+            return None
+        from dspark_core.logit_rows import SlotChoice  # needs llvmlite
+
+        if self.greedy or not filters:
+            return SlotChoice.most_likely()
+        if self.ratio:
+            self._draft_u(slots - 1)
+            return SlotChoice.drawn(filters.temperature, self._draft_numbers[:slots])
+        positions = self.coupled_positions + torch.arange(slots).unsqueeze(-1)
+        return SlotChoice.coupled(filters.temperature, self.coupled_keys, positions)
+
+    def drew_from(self, logits: Tensor) -> None:
+        """Remember what a kernel chose drafts from: logits [K, R, V]."""
+        if self.ratio_filters:
+            self.drafts = [distributions(rows, self.ratio_filters) for rows in logits]
 
     def next_ids(self, logits: Tensor) -> Tensor:
         """The tokens [R] of requests without drafts, from the target's logits [R, V]."""
@@ -149,9 +176,9 @@ class Round:
 
     def _draft_u(self, slot: int) -> Tensor:
         """[len(ratio)] numbers of a slot; made for many slots at once, since each call costs as much."""
-        if len(self.draft_u) <= slot:
-            self.draft_u = self._uniform(Purpose.DRAFT, 2 * slot + 16).T.contiguous().unbind()
-        return self.draft_u[slot]
+        if len(self._draft_numbers) <= slot:
+            self._draft_numbers = self._uniform(Purpose.DRAFT, 2 * slot + 16).T.contiguous()
+        return self._draft_numbers[slot]
 
     def _adjust_draft(self, logits: Tensor, draft_ids: Tensor) -> Tensor:
         if not self.adjustments:
@@ -204,5 +231,5 @@ def warm_up(device: torch.device) -> None:
     """Go through all rules once: the first request should not wait for what is compiled at its first use."""
     kinds = SamplingParams(temperature=0), SamplingParams(top_k=2), SamplingParams(seed=0)
     this, scores = Round([RowSource(params, 0, 0, 0) for params in kinds], device), torch.zeros(6, 16, device=device)
-    ids = this.choose(0, scores[:3], torch.empty(3, 0, dtype=torch.int64, device=device))
+    ids = this(0, scores[:3], torch.empty(3, 0, dtype=torch.int64, device=device))
     this.verify(scores, ids.unsqueeze(-1), [1, 1, 1])

@@ -120,6 +120,11 @@ class Filters:
         """Whether they change anything."""
         return any(part is not None for part in self._parts)
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether they leave tokens out."""
+        return any(part is not None for part in self._parts[1:])
+
     def rows(self, index: Tensor) -> Filters:
         """The filters of the given rows, repeats allowed."""
         return Filters(*(None if part is None else part[index] for part in self._parts))
@@ -143,7 +148,7 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
 def filtered(logits: Tensor, filters: Filters) -> Tensor:
     """Logits in float32 with minus infinity for what the filters leave out: `probabilities` before the softmax."""
     logits = logits.float().contiguous()
-    if filters.top_k is None and filters.top_p is None and filters.min_p is None:
+    if not filters.drops_tokens:
         return logits
     probs = _softmax(logits, filters.temperature)
     threshold = _ranked_threshold(probs, filters)

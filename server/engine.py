@@ -210,7 +210,7 @@ class Engine:
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
         ]
-        drafts = self.drafter.draft(blocks, draft_round.choose)
+        drafts = self.drafter.draft(blocks, draft_round)
         confidence = None
         wanted = self.policy.reads_confidence or self.reads_confidence or any(i.request.params.detail for i in items)
         if drafts.confidence_logits is not None and wanted:

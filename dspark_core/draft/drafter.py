@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dspark_core.devices import tensor_on
 from dspark_core.draft.backbone import DraftModel
+from dspark_core.draft.slot_program import SlotProgram
 from dspark_core.models.attention import FlatBatch, Segment
 from dspark_core.models.kv_cache import KVPool
+from dspark_core.sampler import Round
 
 # (slot, logits [R, V] float32, draft_ids [R, slot] chosen before) to token ids [R], whatever the logits are
 Choose = Callable[[int, Tensor, Tensor], Tensor]
@@ -46,21 +48,41 @@ class Drafter:
 
     def __init__(self, model: DraftModel, pool: KVPool) -> None:
         self.model, self.pool = model, pool
+        self.slot_program = SlotProgram.of(model.markov_head)
 
     @torch.inference_mode()
     def draft(self, blocks: Sequence[DraftBlock], choose: Choose) -> Drafts:
         """Draft a block for each request.
 
         Args:
-            choose: picks the tokens of one slot; called for slot 0, 1, ... with what was chosen before.
+            choose: picks the tokens of one slot; called for slot 0, 1, ... with what was chosen before. A `Round` may
+                do it in kernels instead.
         """
         hidden = self._hidden(blocks)
-        model, head = self.model, self.model.markov_head
         by_slot = hidden.transpose(0, 1)
-        logits = model.lm_head(by_slot.flatten(0, 1)).float().unflatten(0, by_slot.shape[:2])
-        previous = tensor_on(model.device, [b.anchor_id for b in blocks])
-        state = head.start(len(blocks)) if head is not None else None
-        draft_ids = previous.new_empty(len(blocks), len(by_slot))
+        logits = self.model.lm_head(by_slot.flatten(0, 1)).float().unflatten(0, by_slot.shape[:2])
+        anchors = tensor_on(self.model.device, [block.anchor_id for block in blocks])
+        draft_ids, embedded = self._in_kernels(logits, anchors, choose) or self._choose(
+            by_slot, logits, anchors, choose
+        )
+        confidence = None
+        if self.model.confidence_head is not None:
+            confidence = self.model.confidence_head(hidden, embedded)
+        return Drafts(draft_ids, confidence)
+
+    def _choose(
+        self, by_slot: Tensor, logits: Tensor, previous: Tensor, choose: Choose
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens [R, K], and embeddings [R, K, r] of those before them, left to right.
+
+        Args:
+            by_slot: [K, R, D] backbone states.
+            logits: [K, R, V] of the LM head; the head's biases are added to them.
+            previous: [R] tokens before the first slot.
+        """
+        head, rows = self.model.markov_head, len(previous)
+        state = head.start(rows) if head is not None else None
+        draft_ids = previous.new_empty(rows, len(by_slot))
         embeddings = []
         for slot, own in enumerate(logits):
             if head is not None:
@@ -70,10 +92,18 @@ class Drafter:
                 embeddings.append(embedded)
             previous = choose(slot, own, draft_ids[:, :slot])
             draft_ids[:, slot] = previous
-        confidence = None
-        if model.confidence_head is not None:
-            confidence = model.confidence_head(hidden, torch.stack(embeddings, 1) if embeddings else None)
-        return Drafts(draft_ids, confidence)
+        return draft_ids, torch.stack(embeddings, 1) if embeddings else None
+
+    def _in_kernels(self, logits: Tensor, anchors: Tensor, choose: Choose) -> tuple[Tensor, Tensor] | None:
+        """The same in one call; None where there is more to do than kernels can."""
+        if self.slot_program is None or not isinstance(choose, Round):
+            return None
+        choice = choose.in_kernels(len(logits))
+        if choice is None:
+            return None
+        ids, embedded = self.slot_program.run(logits, anchors, choice)
+        choose.drew_from(logits)
+        return ids.T.clamp_min(0), embedded.transpose(0, 1)
 
     def _hidden(self, blocks: Sequence[DraftBlock]) -> Tensor:
         """Backbone states [R, K, D]; rows past a request's own slots are zero."""

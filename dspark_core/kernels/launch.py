@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dspark_core.arrays import Ints
 from dspark_core.kernels import COUNTER, MAX_ARGUMENTS, TASKS, WIDTH
 from dspark_core.kernels.library import Library, built_library
 
@@ -70,7 +71,7 @@ class Program:
     """Kernels one after the other, without Python between them.
 
     Numbers that change from run to run (row counts, addresses of buffers) are named when the program is written, and
-    given when it is run.
+    given when it is run: one for all places where a name stands, or as many as there are, in order.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Program:
         self._template = np.array(self._instructions, np.int64).reshape(-1, WIDTH)
         self._indices = {name: np.array(places) for name, places in self._places.items()}
 
-    def run(self, values: Mapping[str, int]) -> None:
+    def run(self, values: Mapping[str, int | Ints]) -> None:
         """Run all kernels; the caller keeps alive what the addresses point to."""
         numbers = self._template.copy()  # several engines may run the same program
         flat = numbers.reshape(-1)

@@ -18,6 +18,8 @@ RMS_NORM = Kernel("rms_norm")  # x, weight, out (may be x), rows, size, address 
 # address of eps
 ROTATE_AND_STORE = Kernel("rotate_and_store")
 SILU_MUL = Kernel("silu_mul")  # gates and ups side by side, out, rows, size
+# Tasks: rows. Arguments: int64 ids (below 0: the first row), table [V, size], out [rows, size], size
+GATHER_ROWS = Kernel("gather_rows")
 COPY_COLUMNS = Kernel("copy_columns")  # x, out, rows, size, bytes from row to row of out, bytes to the first column
 
 

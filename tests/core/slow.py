@@ -108,7 +108,7 @@ def play(
             continue
         previous, ids = last, last.new_empty(len(active), 0)
         for slot in range(draft_len):
-            previous = this.choose(slot, draft[previous], ids)
+            previous = this(slot, draft[previous], ids)
             ids = torch.cat((ids, previous.unsqueeze(-1)), -1)
         lens = choose_lens(ids) if choose_lens else [draft_len] * len(active)
         shown = torch.cat((last.unsqueeze(-1), ids), -1)

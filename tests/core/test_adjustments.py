@@ -98,7 +98,7 @@ def test_neighbours_are_untouched() -> None:
     logits[:, 4] = 1
     none = torch.empty(4, 0, dtype=torch.int64)
     this, before = Round(sources, CPU), logits.clone()
-    assert this.choose(0, logits, none).tolist() == [4, *encode("y"), 8, 0]
+    assert this(0, logits, none).tolist() == [4, *encode("y"), 8, 0]
     assert torch.equal(logits, before)
     ids = torch.tensor([[4], encode("y"), [8], [0]])
     verified = this.verify(logits.repeat_interleave(2, 0), ids, [1, 1, 1, 1])

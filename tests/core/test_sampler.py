@@ -61,7 +61,7 @@ def test_rows_stay_aligned_when_lengths_differ() -> None:
         this = Round([sources[i] for i in rows], CPU)
         previous, ids = last[rows], last.new_empty(len(rows), 0)
         for slot in range(3):
-            previous = this.choose(slot, draft[previous], ids)
+            previous = this(slot, draft[previous], ids)
             ids = torch.cat((ids, previous.unsqueeze(-1)), -1)
         shown = [[int(last[r]), *ids[i].tolist()][: lens[r] + 1] for i, r in enumerate(rows)]
         logits = target[torch.tensor([token for tokens in shown for token in tokens])]
@@ -95,7 +95,7 @@ def chosen(source: RowSource, slots: int = 3) -> list[int]:
     """Draft tokens from a flat distribution: nothing but the random numbers decides."""
     this, ids = Round([source], CPU), torch.empty(1, 0, dtype=torch.int64)
     for slot in range(slots):
-        ids = torch.cat((ids, this.choose(slot, torch.zeros(1, 10_000), ids).unsqueeze(-1)), -1)
+        ids = torch.cat((ids, this(slot, torch.zeros(1, 10_000), ids).unsqueeze(-1)), -1)
     return [int(i) for i in ids[0]]
 
 
@@ -113,7 +113,7 @@ def test_a_draft_is_drawn_from_the_numbers_that_it_is_judged_by() -> None:
     rows = 200
     logits = (1 + 0.01 * torch.randn(rows, VOCAB)).to(torch.bfloat16)
     this = Round([RowSource(SamplingParams(), derive_key(row), 3, 9) for row in range(rows)], CPU)
-    ids = this.choose(0, logits, torch.empty(rows, 0, dtype=torch.int64))
+    ids = this(0, logits, torch.empty(rows, 0, dtype=torch.int64))
     (judged,) = this.drafts
     numbers = round_uniform(this.ratio_keys, this.ratio_rounds, Purpose.DRAFT, 1)[:, 0]
     expected = distributions(logits.float(), Filters.of([SamplingParams()] * rows, CPU))
@@ -135,7 +135,7 @@ def test_acceptance_and_residual_use_streams_of_their_own() -> None:
     key, number = derive_key("x"), 4
     this = Round([RowSource(SamplingParams(), key, number, 17)], CPU)
     flat = torch.zeros(1, 1000)
-    ids = this.choose(0, flat, torch.empty(1, 0, dtype=torch.int64)).unsqueeze(-1)
+    ids = this(0, flat, torch.empty(1, 0, dtype=torch.int64)).unsqueeze(-1)
     elsewhere = torch.full((2, 1000), 0.0)
     elsewhere[0, int(ids)] = -50  # the target never says the drafted token
     verified = this.verify(elsewhere, ids, [1])
@@ -151,7 +151,7 @@ def test_coupled_tokens_are_the_arg_max_of_the_positions_noise() -> None:
     source = RowSource(SamplingParams(seed=3, temperature=0.8), key, 0, position=12)
     this, ids = Round([source], CPU), torch.empty(1, 0, dtype=torch.int64)
     for slot in range(2):
-        ids = torch.cat((ids, this.choose(slot, logits[slot : slot + 1], ids).unsqueeze(-1)), -1)
+        ids = torch.cat((ids, this(slot, logits[slot : slot + 1], ids).unsqueeze(-1)), -1)
     noise = gumbel(torch.tensor(key), int(Purpose.NOISE), torch.arange(12, 15).unsqueeze(-1), torch.arange(vocab))
     expected = (logits.double() / 0.8 + noise).argmax(-1).tolist()
     assert ids[0].tolist() == expected[:2]
@@ -221,7 +221,7 @@ def test_penalties_leave_their_neighbours_and_their_input_alone() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 3] = 1
     before = logits.clone()
-    ids = Round(sources, CPU).choose(0, logits, torch.empty(2, 0, dtype=torch.int64))
+    ids = Round(sources, CPU)(0, logits, torch.empty(2, 0, dtype=torch.int64))
     assert ids.tolist() == [0, 3]
     assert torch.equal(logits, before)
 
@@ -236,7 +236,7 @@ def test_scores_that_are_not_finite_stay_in_their_row(kind: str) -> None:
 
     def verify(scores: Tensor) -> tuple[list[int], list[int]]:
         this = Round(sources, CPU)
-        this.choose(0, drafts, torch.empty(3, 0, dtype=torch.int64))
+        this(0, drafts, torch.empty(3, 0, dtype=torch.int64))
         verified = this.verify(scores, ids, [1, 1, 1])
         return verified.num_accepted.tolist(), verified.next_ids.tolist()
 

@@ -149,7 +149,18 @@ def _copy_columns(a):
         task = take(a)
 
 
+def _gather_rows(a):
+    ids, table, out, size = integers(a[2]), a[3], a[4], a[5]
+    task = take(a)
+    while task < a[1]:
+        source, target = pointer(table + max(ids[task], 0) * size * 4), pointer(out + task * size * 4)
+        for i in range(size):
+            target[i] = source[i]
+        task = take(a)
+
+
 KERNELS = {
+    "gather_rows": _gather_rows,
     "rms_norm": _rms_norm,
     "rotate_and_store": _rotate_and_store,
     "silu_mul": _silu_mul,

@@ -185,7 +185,7 @@ def test_fewer_slots_are_a_shorter_block_of_masks(tmp_path: Path) -> None:
 def test_a_draft_that_computes_nan_still_proposes_tokens(serving: DraftModel, params: dict[str, Any]) -> None:
     with torch.no_grad():
         serving.norm.weight.fill_(torch.nan)
-    choose = Round([RowSource(SamplingParams(**params), key=1, round=0, position=1)], torch.device("cpu")).choose
+    choose = Round([RowSource(SamplingParams(**params), key=1, round=0, position=1)], torch.device("cpu"))
     drafts = Drafter(serving, make_pool(serving, 1)).draft([DraftBlock(7, 0, K, [0])], choose)
     assert ((drafts.draft_ids >= 0) & (drafts.draft_ids < 259)).all()
 

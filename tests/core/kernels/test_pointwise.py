@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dspark_core.kernels.layers import (
     COPY_COLUMNS,
+    GATHER_ROWS,
     RMS_NORM,
     ROTATE_AND_STORE,
     ROWS_PER_TASK,
@@ -105,3 +106,9 @@ def test_copies_side_by_side(rows: int) -> None:
     for place, part in enumerate(parts):
         COPY_COLUMNS(row_tasks(rows), part.data_ptr(), wide.data_ptr(), rows, 7, 21 * 4, place * 7 * 4)
     assert torch.equal(wide, torch.cat(parts, 1))
+
+
+def test_rows_of_a_table() -> None:
+    table, ids, out = torch.randn(9, 7), torch.tensor([3, 8, 0, -1]), torch.full((4, 7), torch.nan)
+    GATHER_ROWS(len(ids), ids.data_ptr(), table.data_ptr(), out.data_ptr(), 7)
+    assert torch.equal(out, table[[3, 8, 0, 0]]), "no choice is the first row"
