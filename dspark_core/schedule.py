@@ -23,15 +23,17 @@ class _Path:
 
     owner: Ints
     gain: Floats
+    first: Floats  # 1 where a slot is its request's first one, else 0
 
     @classmethod
     def of(cls, survival: Floats, limits: Sequence[int]) -> _Path:
-        num_requests, num_slots = survival.shape
+        num_slots = survival.shape[1]
         allowed = np.arange(num_slots) < np.asarray(limits)[:, None]
-        owner, gain = np.repeat(np.arange(num_requests), num_slots)[allowed.ravel()], survival[allowed]
+        place, gain = np.flatnonzero(allowed), survival[allowed]
         # Stable: confidence saturates to exactly 1, and a tie must not put a slot before the one it builds on.
         order = np.argsort(-gain, kind="stable")
-        return cls(owner[order], gain[order])
+        owner, slot = np.divmod(place[order], num_slots)
+        return cls(owner, gain[order], (slot == 0).astype(np.float64))
 
     def tokens(self, others: float) -> Floats:
         """Expected tokens of the step, after none, one, two ... admissions."""
@@ -140,9 +142,7 @@ def choose_draft_lens(
     """
     path, num_requests = _Path.of(survival, limits), len(survival)
     admitted = np.arange(len(path.owner) + 1, dtype=np.float64)
-    first_of_owner = np.zeros(len(path.owner))
-    first_of_owner[np.unique(path.owner, return_index=True)[1]] = 1
-    drafting = np.concatenate(([0.0], np.cumsum(first_of_owner)))
+    drafting = np.concatenate(([0.0], np.cumsum(path.first)))
     batch_tokens = num_requests + others + prefill_tokens + admitted
     seconds = cost.verify_seconds(batch_tokens) + cost.draft_seconds(drafting, admitted)
     seconds[1:] *= draft_factor

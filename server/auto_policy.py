@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from server.trials import EXPLORE_SLOTS, Trials
 
 logger = logging.getLogger(__name__)
 
-CONTEXT_STEP = 64  # tokens; costs are looked up anew after so many more
+CONTEXT_STEP = 64  # tokens that make no difference to costs
+AGAIN = 32  # steps after which a plan is made anew: what they took says more of costs
 # Where it would not pay even so much better, at none of some loads, one request in so many is still able to draft: by
 # the first tokens of its prompt, drawn anew after a while.
 LAST_HOPE, LOADS = 2.0, (1, 4, 16)
@@ -53,6 +55,7 @@ class AutoPolicy(LengthPolicy):
         self.reads_confidence = calibration is not None
         self.history = History(cost.draft_len, calibration.acceptance if calibration else None)
         self.watch = CostWatch(cost)
+        self._curves = lru_cache(256)(cost.at)
         self._question: object = None  # that the last plan answers
         self._plan: Plan | None = None
         self.trials = Trials()
@@ -110,11 +113,11 @@ class AutoPolicy(LengthPolicy):
 
     def _planned(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> Plan:
         """The plan stands until something new is known or asked. While nobody drafts nothing new is learnt."""
-        context = sum(request.table.kv_len for request in requests) / len(requests)
-        place = context // CONTEXT_STEP
-        question = (self.history.rounds, tuple(requests), tuple(limits), place, prefill_tokens, self.watch.factor)
+        context = sum(request.table.kv_len for request in requests) // (len(requests) * CONTEXT_STEP)
+        known = self.history.rounds, self.watch.steps // AGAIN
+        question = (*known, tuple(requests), tuple(limits), context, prefill_tokens)
         if self._plan is None or self._question != question:
-            curves = self.cost.at(context, len(requests))
+            curves = self._curves((context + 0.5) * CONTEXT_STEP, len(requests))
             self._question, self._plan = (
                 question,
                 make_plan(

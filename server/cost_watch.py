@@ -11,7 +11,6 @@ from server.policy import StepOutcome
 MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both alike" counts for
 LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted by something else
 GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
-GRAIN = 50  # the factor moves in steps of 2 %, for every change of it means a new search
 MOST_ROWS = 256  # larger passes are taken to be alike
 FADES = 0.995  # what a size of pass is known by, from one drafting step to the next
 
@@ -25,12 +24,13 @@ class CostWatch:
     Attributes:
         plain, drafting: actual / predicted seconds, running means; 1 before anything is known.
         predicted: seconds of the last step that was looked at.
+        steps: that were looked at.
     """
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         self.plain = self.drafting = 1.0
-        self.predicted = 0.0
+        self.predicted, self.steps = 0.0, 0
         self._counts = {False: 0, True: 0}  # of steps without and with drafting
         self._known: dict[tuple[int, ...], float] = {}
         # [MOST_ROWS] the same as `drafting` for passes of so many rows, and of how many steps each is the mean.
@@ -42,18 +42,15 @@ class CostWatch:
         return self._counts[False]
 
     @property
-    def factor(self) -> float:
-        """What a step's predicted seconds are to be multiplied by if somebody drafts in it, next to a plain one."""
-        return round((1 + (self.drafting / self.plain - 1) * self._share) * GRAIN) / GRAIN
-
-    @property
     def _share(self) -> float:
         """How far the two means are to be trusted: as far as both are known, for what slows both down says nothing."""
         known = min(self._counts.values())
         return known / (known + PRIOR)
 
     def factors(self, batch_tokens: Ints) -> Floats:
-        """The factor for passes of so many rows [N]: what was measured may be further off for some than for others."""
+        """[N] what the predicted seconds of passes of so many rows are to be multiplied by if somebody drafts in them,
+        next to plain ones: what was measured may be further off for some sizes than for others.
+        """
         rows = np.minimum(batch_tokens, MOST_ROWS - 1)
         seen = self._seen[rows]
         mean = (self._by_rows[rows] * seen + self.drafting * PRIOR) / (seen + PRIOR)
@@ -64,6 +61,7 @@ class CostWatch:
         """Learn from a step, if it is one like others."""
         if not outcome.steady:
             return
+        self.steps += 1
         place = int(outcome.context // GRAIN_OF_CONTEXT)
         key = (outcome.batch_tokens, place, outcome.decoding, outcome.drafting, outcome.drafted)
         if key not in self._known:  # steps are alike, and this is asked in every one

@@ -12,10 +12,11 @@ from dspark_core.checkpoint.load import load_draft, load_target, shares_head
 from dspark_core.checkpoint.references import DEMO, resolve_draft, resolve_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 from dspark_core.config import DecoderConfig, read_draft_config
-from dspark_core.devices import find_device, find_dtype, give_back_memory
+from dspark_core.devices import find_device, find_dtype
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import Drafter
 from dspark_core.errors import CheckpointError
+from dspark_core.memory import give_back_memory
 from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool, bytes_per_page
 from dspark_core.sampler import warm_up

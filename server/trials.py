@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 from server.request import Request
 
 # After so many steps in which somebody did not draft, one of those does for some rounds, with few slots. After each
-# vain try the next one comes twice as late, up to a limit: in the long run trying costs well under one percent.
+# vain try the next one comes twice as late, up to a limit: in the long run trying costs well under one percent. Several
+# that try together share the rounds: as much is learnt.
 EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
 # Much sooner where drafting would pay if the draft were only a little better than is known.
 EXPLORE_SOON = 32
@@ -65,16 +66,17 @@ class Trials:
             self._idle_steps, self._turn = 0, self._turn + 1
             self._patience[hope] = min(2 * self._patience[hope], EXPLORE_RARELY)
             # Where there is hope all that have it try together: then it costs little, for together they nearly pay.
-            for request in hopeful or [min(idle, key=lambda request: self._began.get(request, 0))]:
-                self._began[request], self._left[request] = self._turn, EXPLORE_ROUNDS
+            trying = hopeful or [min(idle, key=lambda request: self._began.get(request, 0))]
+            for request in trying:
+                self._began[request], self._left[request] = self._turn, max(EXPLORE_ROUNDS // len(trying), 1)
         if not self._left:
             return set()
-        trying = {request for request in idle if request in self._left}
-        for request in trying:
+        tries = {request for request in idle if request in self._left}
+        for request in tries:
             self._left[request] -= 1
             if not self._left[request]:
                 del self._left[request]
-        return trying
+        return tries
 
     def drafts(self, requests: Sequence[Request]) -> None:
         """These draft because it pays. If one of them had tried, trying is worth while again."""

@@ -21,7 +21,7 @@ from typing import ClassVar
 import llvmlite.binding as llvm
 
 from dspark_core.checkpoint.files import cache_folder, locked, write_atomically
-from dspark_core.devices import give_back_library
+from dspark_core.memory import give_back_library
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,21 @@ from server.cost_watch import CostWatch
 from tests.server.test_auto_policy import cost_of, step
 
 
+def factor(watch: CostWatch) -> float:
+    """Of a size of pass that nobody has seen."""
+    return float(watch.factors(np.array([100_000]))[0])
+
+
 def test_step_times_are_compared_with_what_was_predicted() -> None:
     watch = CostWatch(cost_of(0.0))
-    assert watch.factor == 1.0
+    assert factor(watch) == 1.0
     for _ in range(400):
         watch.observe(step(1.1))
         watch.observe(step(1.32, drafting=1))
         watch.observe(step(9.0, drafting=1, prefill=50))
         watch.observe(replace(step(9.0, drafting=1), caught_up=17))
     assert watch.plain == pytest.approx(1.1, rel=0.01)
-    assert watch.factor == pytest.approx(1.2, rel=0.02)
+    assert factor(watch) == pytest.approx(1.17, rel=0.01), "nearly: eight steps in which both are alike count too"
     watch.observe(step(500.0))
     assert watch.plain < 1.15, "one interrupted step says little"
 
@@ -29,9 +34,9 @@ def test_a_slow_machine_is_no_reason_not_to_draft() -> None:
     watch = CostWatch(cost_of(0.0))
     for _ in range(100):
         watch.observe(step(1.8, drafting=1))
-    assert watch.factor == 1.0, "plain steps may be as slow: nobody has seen one"
+    assert factor(watch) == 1.0, "plain steps may be as slow: nobody has seen one"
     watch.observe(step(1.8))
-    assert watch.factor < 1.1
+    assert factor(watch) < 1.1
 
 
 def test_a_size_of_pass_that_was_measured_badly_is_found_out_by_itself() -> None:

@@ -99,7 +99,9 @@ def test_where_there_is_hope_all_try_together() -> None:
     assert policy._plan is not None
     assert any(policy._plan.hopes)
     tried = [step for step in lens if any(step)]
-    assert tried == [policy._plan.hopes] * EXPLORE_ROUNDS, "as far as they would if the draft were a little better"
+    assert tried == [policy._plan.hopes] * (EXPLORE_ROUNDS // 3), (
+        "as far as they would if the draft were a little better"
+    )
 
 
 def hopeless() -> AutoPolicy:
