@@ -118,7 +118,7 @@ def main() -> None:
         for way in ways.values():
             if answers is not None and way.engine.drafter is not None:
                 way.engine.drafter = ScriptedDrafter(way.engine, answers, coins(CHANCES, engine.draft_len))
-        measure(ways, round(args.tokens * max(1.0, load**0.5 / 2)))
+        measure(ways, round(args.tokens * max(1.0, load / 4)))
         results[load] = {name: way.tally.row(load) for name, way in ways.items()}
         tallies = {name: way.tally for name, way in ways.items()}
         compared[load] = show(load, tallies, load / machine.pass_seconds(engine, load))

@@ -16,8 +16,8 @@ from server.request import Request
 # Acceptance that a draft is trusted with before anything is known, for one round. High: a bad draft is found out in
 # some rounds, once for all requests, but a good one that is not tried is not found.
 START = 0.85
-KNOWN_WEIGHT = 20.0  # rounds that what is known from calibration counts for
-ALL_MEMORY, OWN_MEMORY = 100.0, 30.0  # rounds after which one counts for 1/e of a new one
+KNOWN_WEIGHT = 60.0  # rounds that what is known from calibration counts for
+ALL_MEMORY, OWN_MEMORY = 400.0, 30.0  # rounds after which one counts for 1/e of a new one
 OWN_PRIOR = 6.0  # rounds that the estimate over all requests counts for in a request's own
 # How far outcomes may correct the confidence, and for how many slots "as predicted" counts before there are any.
 LEAST_CORRECTION, MOST_CORRECTION, CORRECTION_PRIOR = 0.25, 2.0, 8.0

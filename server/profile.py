@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
 # What takes little is measured more often: so many times as often at most, for so long in all.
-MORE, ENOUGH_SECONDS = 3, 0.12
+MORE, ENOUGH_SECONDS = 4, 0.2
 VERSION = 3  # raised whenever something else is measured, so that costs that were kept are measured anew
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 

@@ -70,7 +70,7 @@ def test_sampled_text_follows_the_target_whatever_is_admitted(kind: str, samplin
     assert min(p_values(texts, sampling)) > P_VALUE
     if isinstance(policy, Noting):
         lens = [length for slots, length in policy.seen if slots == DRAFT_LEN]
-        assert min(lens.count(length) for length in range(DRAFT_LEN + 1)) > 50, "the schedule was active"
+        assert min(lens.count(length) for length in range(DRAFT_LEN + 1)) > 30, "the schedule was active"
 
 
 @pytest.mark.parametrize("kind", ["auto", "threshold"])

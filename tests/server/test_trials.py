@@ -93,7 +93,7 @@ def test_a_draft_that_may_pay_is_tried_soon() -> None:
 
 
 def test_where_there_is_hope_all_try_together() -> None:
-    policy = AutoPolicy(COST, Calibration({}, {"ratio": (0.48,) * 4}))
+    policy = AutoPolicy(COST, Calibration({}, {"ratio": (0.51,) * 4}))
     requests = [some_request() for _ in range(3)]
     lens = [choose(policy, requests, [4] * 3) for _ in range(EXPLORE_SOON + 2 * REST)]
     assert policy._plan is not None
