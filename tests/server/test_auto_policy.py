@@ -19,7 +19,7 @@ from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft, tiny_target
 from tests.server.policies import Timeless, one_round
-from tests.server.test_engine_distribution import DRAFT_LEN, P_VALUE, RATIO, V, draw_texts, p_values
+from tests.server.test_engine_distribution import DRAFT_LEN, NUM_REQUESTS, P_VALUE, RATIO, V, draw_texts, p_values
 from tests.server.test_policy import plain, some_request
 
 RAW = Calibration.raw(DRAFT_LEN)
@@ -77,7 +77,8 @@ def test_sampled_text_follows_the_target_whatever_is_admitted(kind: str, samplin
 def test_a_confidence_that_looks_at_its_own_token_fails_the_same_test(kind: str) -> None:
     """The control (paper, appendix A): then a choice by confidence is biased."""
     drafter = ConfidentDrafter(DRAFT_LEN, tiny_target(V), by_parity, leaks=True)
-    assert p_values(draw_texts(drafter, RATIO, policy=policies()[kind]), RATIO)[0] < 1e-7
+    texts = draw_texts(drafter, RATIO, 2 * NUM_REQUESTS, policies()[kind])
+    assert p_values(texts, RATIO)[0] < 1e-9
 
 
 def test_a_slot_whose_confidence_is_no_number_says_nothing_of_those_before_it() -> None:
