@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from server.profile import Key, Probe, _measure, _slopes, profile
+from server.profile import ENOUGH_SECONDS, MORE, Key, Probe, _measure, _slopes, profile
 from tests.server.engines import check_idle, make_engine, run, tiny_draft
 from tests.server.test_policy import GREEDY, RequestParams, make_prompt
 
@@ -53,7 +53,7 @@ def test_what_takes_little_is_measured_more_often(monkeypatch: pytest.MonkeyPatc
         for rows, (name, seconds) in enumerate((("short", 0.01), ("middle", 0.03), ("long", 1.0)))
     }
     found = _measure(runs, 3, lambda *_: None)
-    assert [len(values) for values in found.values()] == [9, 4, 3]
+    assert [len(values) for values in found.values()] == [3 * MORE, int(ENOUGH_SECONDS / 0.03), 3]
     assert order[:12] == ["short", "middle", "long"] * 4, "in rounds"
 
 
