@@ -133,10 +133,10 @@ def measure(ways: dict[str, Way], tokens: int) -> None:
 def ratio_error(one: Tally, other: Tally) -> float:
     """Standard error of how many times as fast one is as the other, relative; from runs of turns that both took.
 
-    What the machine did to both in the same minute is no error. NaN with fewer than two such runs.
+    What the machine did to both in the same minute is no error. NaN with fewer than four such runs.
     """
     count = min(len(one.turns), len(other.turns)) // TURNS_TOGETHER
-    if count < 2:
+    if count < 4:
         return math.nan
     sums = [
         np.array(tally.turns[: count * TURNS_TOGETHER]).reshape(count, TURNS_TOGETHER, 2).sum(1)

@@ -64,7 +64,7 @@ def test_the_error_of_a_ratio_is_the_spread_over_many_runs() -> None:
         ratios.append(one.tokens / one.seconds / (other.tokens / other.seconds))
         told.append(ratio_error(one, other))
     assert np.mean(told) == pytest.approx(np.std(ratios) / np.mean(ratios), rel=0.15)
-    assert np.isnan(ratio_error(Tally(turns=[(1.0, 1)] * 15), Tally(turns=[(1.0, 1)] * 99))), "fewer than two runs"
+    assert np.isnan(ratio_error(Tally(turns=[(1.0, 1)] * 31), Tally(turns=[(1.0, 1)] * 99))), "fewer than four runs"
 
 
 def test_a_load_curve_is_drawn(tmp_path: Path) -> None:
