@@ -12,8 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from dspark_core.adjustments import RowSource
 from dspark_core.draft.drafter import DraftBlock
 from dspark_core.models.attention import FlatBatch, Segment
+from dspark_core.sampler import Round
+from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
 from dspark_core.verify import greedy_choices
 from server.engine import Engine
@@ -24,7 +27,7 @@ BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
 # What takes little is measured more often: so many times as often at most, for so long in all.
 MORE, ENOUGH_SECONDS = 4, 0.2
-VERSION = 3  # raised whenever something else is measured, so that costs that were kept are measured anew
+VERSION = 4  # raised whenever something else is measured, so that costs that were kept are measured anew
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
 
@@ -215,4 +218,5 @@ class Probe:
             torch.zeros(count * rows, width, dtype=drafter.model.dtype, device=device), places, first + places
         )
         blocks = [DraftBlock(1, self.context, slots, self.table(i)) for i in range(count)]
-        drafter.draft(blocks, lambda _, logits, __: greedy_choices(logits).clamp_min_(0)).draft_ids.tolist()
+        choose = Round([RowSource(SamplingParams(temperature=0), 0, 0, 0)] * count, device)
+        drafter.draft(blocks, choose).draft_ids.tolist()

@@ -226,28 +226,6 @@ def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
     assert lens.count(0) == 2, "more rarely once it is known"
 
 
-@pytest.mark.parametrize(("slot", "spare"), [(0.0, 2), (0.03, 1), (0.1, 0)])
-def test_slots_are_to_spare_where_they_cost_little(slot: float, spare: int) -> None:
-    """For today's confidence to choose from: of a step of about 2 seconds they take 2 % at most."""
-    curves = CostCurves([1, 64], [1.0, 1 + 63 * 0.5], [1, 64], [0.1] * 2, [0.1 + 3 * slot] * 2, 4)
-    known, request = {"ratio": (0.75,) * 4}, some_request()
-    with_head = AutoPolicy(StepCost(curves), Calibration(RAW.regimes, known))
-    without = AutoPolicy(StepCost(curves))
-    without.history = with_head.history
-    plans = [policy.plan([request], [4], 0)[0] for policy in (with_head, without)]
-    assert 0 < plans[1] < 4
-    assert plans[0] == min(plans[1] + spare, 4)
-    assert with_head.plan([request], [plans[1]], 0) == [plans[1]], "within the limit"
-
-
-def test_a_longer_context_may_make_drafting_pay_less() -> None:
-    curves = cost_of(0.1, draft_len=4).curves
-    policy, request = AutoPolicy(StepCost(curves, per_row=0.01)), some_request()
-    short = policy.plan([request], [4], 0)
-    request.table.kv_len = 2000
-    assert policy.plan([request], [4], 0)[0] < short[0]
-
-
 @pytest.mark.parametrize("fixed", [0, 1, 3])
 def test_a_fixed_length_is_an_upper_limit(fixed: int) -> None:
     requests = [some_request() for _ in range(3)]
@@ -267,20 +245,6 @@ def test_what_drafting_costs_beyond_the_measured_makes_it_rarer() -> None:
     assert policy.plan([request], [4], 0) == [0]
 
 
-@pytest.mark.parametrize(("scale", "slot", "chooses"), [(1.0, 0.1, True), (0.02, 0.1, False), (0.02, 0.0, True)])
-def test_confidence_decides_where_that_takes_no_time_to_speak_of(scale: float, slot: float, chooses: bool) -> None:
-    """Steps of some 40 ms with dear slots are verified as they were drafted, and learnt from by their outcomes."""
-    curves = CostCurves([1, 64], [scale, 3 * scale], [1, 64], [0.1 * scale] * 2, [(0.1 + 3 * slot) * scale] * 2, 4)
-    policy, request = AutoPolicy(StepCost(curves), Calibration.raw(4)), some_request()
-    (slots,) = policy.plan([request], [4], 0)
-    assert slots
-    (length,) = policy.admit([request], [slots], np.full((1, slots), -9.0), 0)
-    assert length == (0 if chooses else slots)
-    policy.observe(one_round(request, [-9.0] * slots, drafted=slots, verified=length, accepted=length))
-    promised = policy.history.survival([request])[0, 0]
-    assert (promised < 0.7) == chooses, "by what it promised, or by what it kept"
-
-
 def test_what_is_tried_is_learnt_from_by_its_outcome() -> None:
     """Nobody would draft by himself: all of a try is verified, and confidence has nothing to choose from."""
     policy, request = AutoPolicy(cost_of(0.9, draft=0.5, draft_len=4), Calibration.raw(4)), some_request()
@@ -288,13 +252,3 @@ def test_what_is_tried_is_learnt_from_by_its_outcome() -> None:
     assert policy._plan is not None
     assert not any(policy._plan.draft.lens)
     assert not policy._plan.by_confidence
-
-
-def test_a_prompt_in_the_pass_is_no_reason_to_verify_more() -> None:
-    policy, request = AutoPolicy(cost_of(0.2, draft_len=4), Calibration.raw(4)), some_request()
-    policy.plan([request], [4], 0)
-    assert policy._plan is not None
-    alone = policy._plan.rate
-    policy.plan([request], [4], 500)
-    assert policy._plan.draft.rate < alone / 10
-    assert policy._plan.rate == alone
