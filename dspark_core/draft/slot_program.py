@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they need llvmlite
 
 class SlotProgram:
     """Embeds the token before a slot, adds its bias to the slot's logits and chooses the token, for one slot after the
-    other: one call where each slot would take a dozen, which is 5 % of a small model's step.
+    other: one call where each slot would take a dozen, which is some 3 % of a small model's step.
     """
 
     def __init__(self, head: MarkovHead) -> None:
