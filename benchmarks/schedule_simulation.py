@@ -1,10 +1,11 @@
 """What the scheduler's choices are worth, without a model and without noise: steps cost what a table says.
 
-    python -m benchmarks.schedule_simulation [--loads 1,2,4,8] [--tokens 3000] [--seeds 8]
+    python -m benchmarks.schedule_simulation [--loads 1,2,4,8] [--tokens 3000] [--seeds 8] [--turns N]
 
 Requests whose drafts are right by coins of three chances, as in `benchmarks.load_curve --draft scripted`, and the costs
 of passes and drafts as the demo has them on two cores. Each way's tokens a second are divided by plain decoding's.
-The ceiling is a scheduler that knows every request's chance and whose choices take no time.
+The ceiling is a scheduler that knows every request's chance and whose choices take no time. With `--turns` all drafts
+turn bad after so many tokens, good again after as many more, and so on: what was learnt is wrong then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from server.history import History
 from server.policy import FixedLength, LengthPolicy, Rounds, StepOutcome, admit_step, plan_step
 from server.request import Request, RequestParams
 
-CHANCES, SLOTS, TEXT = (0.95, 0.85, 0.7), 7, 95
+CHANCES, BAD, SLOTS, TEXT = (0.95, 0.85, 0.7), 0.3, 7, 95
 ROWS = [*range(1, 17), 32, 64, 128]
 # Milliseconds of a pass over so many rows, and of drafting 1 or 7 slots, by requests; of a step besides, and for each
 # request in it; of one that drafts besides, and for each that does; of choosing by the scheduler; share of a pass that
@@ -46,14 +47,10 @@ class Omniscient(History):
     """Knows how often every request's drafts are right."""
 
     def survival(self, requests: Sequence[Request], *, hope: float = 0.0) -> Floats:
-        return np.array([np.full(SLOTS, chance_of(request)).cumprod() for request in requests])
+        return np.array([np.full(SLOTS, CHANCES[request.key]).cumprod() for request in requests])
 
     def correction(self, requests: Sequence[Request]) -> Floats:
         return np.ones(len(requests))
-
-
-def chance_of(request: Request) -> float:
-    return CHANCES[request.key]
 
 
 @dataclass
@@ -63,12 +60,17 @@ class World:
     Args:
         policy: None for plain decoding.
         choice_ms: what choosing takes in a step that drafts.
+        turns: after so many tokens drafts turn bad, or good again; 0: never.
     """
 
     policy: LengthPolicy | None
     load: int
     seed: int
     choice_ms: float = 0.0
+    turns: int = 0
+
+    def _chance(self, request: Request) -> float:
+        return BAD if self.turns and self.made // self.turns % 2 else CHANCES[request.key]
 
     def tokens_per_second(self, tokens: int) -> float:
         """Of the first so many tokens."""
@@ -90,7 +92,7 @@ class World:
         right, lens, accepted = np.zeros((0, SLOTS), bool), list[int](), np.zeros(0, int)
         requests, counts = [request for request, _ in drafting], [count for _, count in drafting]
         if self.policy and drafting:
-            chances = np.array([[chance_of(request)] for request in requests])
+            chances = np.array([[self._chance(request)] for request in requests])
             right = self.source.random((len(drafting), SLOTS)) < chances
             logits = self._confidence(right, chances)[:, : max(counts)]
             lens = admit_step(self.policy, requests, counts, logits if self.policy.reads_confidence else None, 0)
@@ -137,6 +139,9 @@ def main() -> None:
     parser.add_argument("--loads", default="1,2,4,8")
     parser.add_argument("--tokens", type=int, default=3000, help="of every way and seed; more at loads above 4")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument(
+        "--turns", type=int, default=0, help="tokens after which drafts turn bad, or good again; more at loads above 4"
+    )
     args = parser.parse_args()
     raw = Calibration.raw(SLOTS)
     known = replace(raw, acceptance=acceptance(CHANCES, SLOTS))
@@ -144,15 +149,17 @@ def main() -> None:
         **{f"fixed {length}": (partial(FixedLength, length), 0.0) for length in range(1, 6)},
         "uncalibrated": (partial(AutoPolicy, COST, raw), CHOICE_MS),
         "calibrated": (partial(AutoPolicy, COST, known), CHOICE_MS),
-        "ceiling": (omniscient, 0.0),
     }
+    if not args.turns:
+        ways["ceiling"] = omniscient, 0.0
     results = {}
     print(f"{'load':>5}{'best fixed':>14}" + "".join(f"{name:>14}" for name in list(ways)[5:]))
     for load in map(int, args.loads.split(",")):
-        tokens, seeds = args.tokens * max(load, 4) // 4, range(args.seeds)
+        more, seeds = max(load, 4) / 4, range(args.seeds)
+        tokens, turns = round(args.tokens * more), round(args.turns * more)
         plain = mean(World(None, load, seed).tokens_per_second(tokens) for seed in seeds)
         row = {
-            name: mean(World(make(), load, seed, choice).tokens_per_second(tokens) for seed in seeds) / plain
+            name: mean(World(make(), load, seed, choice, turns).tokens_per_second(tokens) for seed in seeds) / plain
             for name, (make, choice) in ways.items()
         }
         results[load] = row

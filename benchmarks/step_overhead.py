@@ -39,10 +39,14 @@ BATCHES = (1, 16)
 
 
 class Stopwatch:
-    """Seconds spent in the calls it watches, and rows of the target's passes."""
+    """Seconds spent in the calls it watches, and rows of the target's passes.
+
+    Attributes:
+        warm: whether steps are timed by now.
+    """
 
     def __init__(self) -> None:
-        self.seconds, self.rows, self._depth = 0.0, 0, 0
+        self.seconds, self.rows, self._depth, self.warm = 0.0, 0, 0, False
 
     def watched(self, call: Callable[..., Any], *, target: bool = False) -> Callable[..., Any]:
         """The same call, timed; a call inside another is not counted twice."""
@@ -66,6 +70,7 @@ class Stopwatch:
 
         def run(logits: Tensor, *args: Any) -> Any:
             if logits.shape not in seconds:
+                assert not self.warm, f"blocks of another shape in a timed step: {tuple(logits.shape)}"
                 seconds[logits.shape] = head_seconds(head, logits.clone())
             self.seconds += seconds[logits.shape]
             return call(logits, *args)
@@ -129,7 +134,7 @@ def measure(engine: Engine, batch: int, temperature: float, speculative: bool, s
     wall = 0.0
     with watch(engine) as stopwatch:
         engine.step()  # whatever is measured at its first use
-        stopwatch.seconds, stopwatch.rows = 0.0, 0
+        stopwatch.seconds, stopwatch.rows, stopwatch.warm = 0.0, 0, True
         before = sum(request.num_generated for request in requests)
         for _ in range(steps):
             start = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from server.request import RequestParams
 
 MAX_TOKENS = 96  # the demo model begins to loop after about so many, and loops flatter
 SLICE_SECONDS = 0.15
-TURNS_TOGETHER = 8  # an answer's share: turns of the same answer are alike
+FEWEST, MOST = 3, 16  # stretches of a run that say something of its spread, and are not alike
 LONGEST = 256  # prompt and answer
 
 
@@ -130,17 +129,25 @@ def measure(ways: dict[str, Way], tokens: int) -> None:
             way.slice(tokens)
 
 
-def ratio_error(one: Tally, other: Tally) -> float:
-    """Standard error of how many times as fast one is as the other, relative; from runs of turns that both took.
+def compare(one: Tally, other: Tally, tokens: float) -> tuple[float, float | None]:
+    """How many times as fast one is as the other, over the turns that both took, and the standard error of that.
 
-    What the machine did to both in the same minute is no error. NaN with fewer than four such runs.
+    The error is by the spread over stretches of turns in which both gave `tokens` at least, which should be those of an
+    answer to every request: turns of the same answers are alike. What the machine did to both in the same minute is no
+    error. None with too few stretches.
     """
-    count = min(len(one.turns), len(other.turns)) // TURNS_TOGETHER
-    if count < 4:
-        return math.nan
-    sums = [
-        np.array(tally.turns[: count * TURNS_TOGETHER]).reshape(count, TURNS_TOGETHER, 2).sum(1)
-        for tally in (one, other)
-    ]
-    of_one, of_other = (np.diff(each / each.mean(0), axis=-1)[:, 0] for each in sums)  # tokens less seconds: speed
-    return float(np.std(of_one - of_other, ddof=1) / math.sqrt(count))
+    turns = np.array(list(zip(one.turns, other.turns, strict=False)))  # [N, 2 ways, seconds and tokens]
+    tokens = max(tokens, turns[..., 1].sum(0).min() / MOST)
+    stretches, sums = [], np.zeros((2, 2))
+    for turn in turns:
+        sums = sums + turn
+        if sums[:, 1].min() >= tokens:
+            stretches.append(sums)
+            sums = np.zeros((2, 2))
+    speed, other_speed = turns[..., 1].sum(0) / turns[..., 0].sum(0)
+    ratio = float(speed / other_speed)
+    if len(stretches) < FEWEST:
+        return ratio, None
+    relative = np.array(stretches) / np.mean(stretches, 0)
+    faster = (relative[..., 1] - relative[..., 0]) @ (1, -1)
+    return ratio, float(ratio * np.std(faster, ddof=1) / len(faster) ** 0.5)

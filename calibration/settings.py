@@ -47,4 +47,4 @@ class CalibrateConfig(Settings):
     bins: int = setting(15, "fit", "bins of the calibration error", ge=2)
 
     contexts: tuple[int, ...] = setting((256, 1024), "profile", "lengths of context to measure steps at", min_length=1)
-    repeats: int = setting(7, "profile", "samples of every step", ge=1)
+    repeats: int = setting(7, "profile", "samples of every step, more of short ones", ge=1)

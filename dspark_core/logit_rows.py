@@ -26,13 +26,8 @@ class LogitRows:
 
     def __init__(self, logits: Tensor, temperature: Tensor | None) -> None:
         expect(logits, torch.float32, logits.shape)
-        if temperature is not None:
-            expect(temperature, torch.float32, logits.shape[:1])
         self.logits, self.temperature = logits, temperature
-
-    @property
-    def _rows(self) -> tuple[int, int, int]:
-        return self.logits.data_ptr(), self.logits.shape[1], _address(self.temperature)
+        self._rows = logits.data_ptr(), logits.shape[1], _of_rows(temperature, len(logits))
 
     def draw(self, u: Tensor) -> Tensor:
         """As `dspark_core.distributions.Distributions` says."""
@@ -75,14 +70,18 @@ class LogitRows:
         accepted, chosen = torch.empty(2, requests, dtype=torch.int64)
         VERIFY(
             requests, *self._rows, row_start.data_ptr(), verify_lens.data_ptr(), slots, ids.data_ptr(),
-            places.data_ptr(), _address(drafts[0].temperature), accept_u.data_ptr(), residual_u.data_ptr(),
+            places.data_ptr(), _of_rows(drafts[0].temperature, requests), accept_u.data_ptr(), residual_u.data_ptr(),
             accepted.data_ptr(), chosen.data_ptr(),
         )  # fmt: skip
         return Verified(accepted, chosen)
 
 
-def _address(temperature: Tensor | None) -> int:
-    return 0 if temperature is None else temperature.data_ptr()
+def _of_rows(temperature: Tensor | None, rows: int) -> int:
+    """Where the temperatures of so many rows are, 0 for none."""
+    if temperature is None:
+        return 0
+    expect(temperature, torch.float32, (rows,))
+    return temperature.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,14 @@ class SlotChoice:
         arguments: names of what it takes. Not in `values` are "x", "size" and "ids": logits [R, size], and where the
             ids go [R].
         values: numbers of all slots, or one for each of K.
+        shape: (K, R) that the values are for; None for any.
         alive: what addresses among them point to.
     """
 
     kernel: Kernel
     arguments: tuple[str, ...]
     values: dict[str, int | Ints]
+    shape: tuple[int, ...] | None = None
     alive: tuple[Tensor | None, ...] = ()
 
     @classmethod
@@ -109,8 +110,8 @@ class SlotChoice:
     def drawn(cls, temperature: Tensor | None, u: Tensor) -> SlotChoice:
         """As `LogitRows.draw` of each slot, by numbers `u` [K, R]."""
         expect(u, torch.float64, u.shape)
-        values: dict[str, int | Ints] = {"temperature": _address(temperature), "u": _by_slot(u)}
-        return cls(DRAW, ("x", "size", "temperature", "u", "ids"), values, (temperature, u))
+        values: dict[str, int | Ints] = {"temperature": _of_rows(temperature, u.shape[1]), "u": _by_slot(u)}
+        return cls(DRAW, ("x", "size", "temperature", "u", "ids"), values, u.shape, (temperature, u))
 
     @classmethod
     def coupled(cls, temperature: Tensor | None, keys: Tensor, positions: Tensor) -> SlotChoice:
@@ -118,13 +119,13 @@ class SlotChoice:
         expect(positions, torch.int64, positions.shape)
         expect(keys, torch.int64, positions.shape[1:])
         values: dict[str, int | Ints] = {
-            "temperature": _address(temperature),
+            "temperature": _of_rows(temperature, positions.shape[1]),
             "keys": keys.data_ptr(),
             "positions": _by_slot(positions),
             "purpose": int(Purpose.NOISE),
         }
         arguments = ("x", "size", "temperature", "keys", "positions", "purpose", "ids")
-        return cls(COUPLE, arguments, values, (temperature, keys, positions))
+        return cls(COUPLE, arguments, values, positions.shape, (temperature, keys, positions))
 
 
 def _by_slot(values: Tensor) -> Ints:

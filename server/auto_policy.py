@@ -92,7 +92,8 @@ class AutoPolicy(LengthPolicy):
             lens[i] = min(length + plan.spare, limits[i]) if length else 0
         if any(lens):
             self.trials.drafts([requests[i] for i in able if lens[i]])
-            if self.trials.plain_step(self.watch.plain_steps):
+            # Not beside a prompt: such a step would not be looked at.
+            if not prefill_tokens and self.trials.plain_step(self.watch.plain_steps):
                 return [0] * len(limits)
         self._add_in_full(plan, requests, lens, limits)
         if not any(lens):
@@ -112,7 +113,7 @@ class AutoPolicy(LengthPolicy):
                 plan.in_full.add(requests[i])
 
     def _planned(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> Plan:
-        """The plan stands until something new is known or asked. While nobody drafts nothing new is learnt."""
+        """The plan stands until something new is known or asked."""
         context = sum(request.table.kv_len for request in requests) // (len(requests) * CONTEXT_STEP)
         known = self.history.rounds, self.watch.steps // AGAIN
         question = (*known, tuple(requests), tuple(limits), context, prefill_tokens)

@@ -61,7 +61,7 @@ def profile(
 
     Args:
         contexts: lengths to measure what context adds, beside the short one; those that do not fit are left out.
-        repeats: samples of what takes long; of what takes little up to three times as many. They are taken in rounds,
+        repeats: samples of what takes long; of what takes little up to MORE times as many. They are taken in rounds,
             each of which goes over everything once: a while in which the machine is busy with something else spoils
             one sample of each, which a median leaves out, and not all samples of one.
         progress: told how many samples are taken, and of how many, as far as is known.
@@ -146,24 +146,27 @@ def _slopes(medians: dict[Key, float], short: int) -> tuple[float, float, float]
 def _measure(
     runs: dict[Key, Callable[[], object]], repeats: int, progress: Callable[[int, int], object]
 ) -> dict[Key, list[float]]:
-    """Seconds of each; the first round, which compiles and allocates, does not count but for how many follow it."""
+    """Seconds of each; the first round, which compiles and allocates, does not count."""
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
-    samples = dict.fromkeys(runs, 1 + repeats)
-    done = 0
+    samples, done = dict.fromkeys(runs, repeats), 0
     for number in range(1 + MORE * repeats):
         for key, run in runs.items():
-            if number >= samples[key]:
+            if number > samples[key]:
                 continue
             start = time.perf_counter()
             run()
-            taken = time.perf_counter() - start
             if number:
-                seconds[key].append(taken)
-            else:
-                samples[key] = 1 + min(max(repeats, int(ENOUGH_SECONDS / taken)), MORE * repeats)
+                seconds[key].append(time.perf_counter() - start)
+                samples[key] = max(_samples(seconds[key], repeats), number)
             done += 1
-            progress(done, sum(samples.values()))
+            progress(done, len(runs) + sum(samples.values()))
     return seconds
+
+
+def _samples(seconds: Sequence[float], repeats: int) -> int:
+    """How many to take in all of what has taken so long so far."""
+    enough = ENOUGH_SECONDS / max(statistics.median(seconds), 1e-9)
+    return min(max(repeats, int(enough)), MORE * repeats)
 
 
 def _spread(values: Sequence[float]) -> float:

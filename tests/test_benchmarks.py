@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from benchmarks.load_plots import plot
 from benchmarks.scripted import coins
-from benchmarks.ways import Tally, ratio_error
+from benchmarks.ways import Tally, compare
 from server.request import Request, RequestParams
 
 ROOT = Path(__file__).parents[1]
@@ -48,23 +49,35 @@ def test_the_scripted_draft_s_confidence_is_calibrated() -> None:
     assert len(np.unique(confidence.round(6))) == 4, "two prompts' chances, two hints"
 
 
-def test_the_error_of_a_ratio_is_the_spread_over_many_runs() -> None:
+def tally_of(source: np.random.Generator, machine: Sequence[float], speed: float, answer: float) -> Tally:
+    """Turns on a machine of so many speeds, with luck for each answer of so many tokens."""
+    lucks, tally = source.normal(speed, 0.1 * speed, 400), Tally()
+    for other in machine:
+        seconds = source.uniform(0.1, 0.2)
+        tokens = seconds * other * lucks[int(tally.tokens / answer)]
+        tally.tokens += tokens
+        tally.seconds += seconds
+        tally.turns.append((seconds, tokens))
+    return tally
+
+
+@pytest.mark.parametrize("turns", [5, 40], ids=lambda turns: f"{turns} turns an answer")
+def test_the_error_of_a_ratio_is_the_spread_over_many_runs(turns: int) -> None:
     """Two ways on a machine whose speed wanders, which is no error, and on which each has luck of its own, which is."""
-    source, ratios, told = np.random.default_rng(0), [], []
-    for _ in range(300):
+    source, found, answer = np.random.default_rng(0), [], 0.15 * turns
+    for _ in range(200):
         machine = np.exp(0.3 * np.sin(np.linspace(0, 9, 400) + source.uniform(0, 6)))
-        tallies = []
-        for speed in (1.2, 1.0):
-            seconds = source.uniform(0.1, 0.2, 400)
-            luck = np.repeat(source.normal(1, 0.1, 50), 8)  # of an answer, over 8 turns
-            tokens = speed * seconds * machine * luck
-            turns = list(zip(seconds.tolist(), tokens.tolist(), strict=True))
-            tallies.append(Tally(seconds.sum(), tokens.sum(), turns=turns))
-        one, other = tallies
-        ratios.append(one.tokens / one.seconds / (other.tokens / other.seconds))
-        told.append(ratio_error(one, other))
-    assert np.mean(told) == pytest.approx(np.std(ratios) / np.mean(ratios), rel=0.15)
-    assert np.isnan(ratio_error(Tally(turns=[(1.0, 1)] * 31), Tally(turns=[(1.0, 1)] * 99))), "fewer than four runs"
+        one, other = (tally_of(source, machine, speed, answer) for speed in (1.2, 1.0))
+        found.append(compare(one, other, answer))
+        assert found[-1][0] == pytest.approx(one.tokens / one.seconds / (other.tokens / other.seconds))
+    ratios, errors = np.array(found, float).T
+    assert errors.mean() == pytest.approx(ratios.std(), rel=0.15)
+
+
+def test_what_a_way_did_alone_is_not_compared() -> None:
+    tallies = Tally(turns=[(1.0, 10)] * 31), Tally(turns=[(1.0, 5)] * 31 + [(1.0, 999)] * 50)
+    assert compare(*tallies, 70) == (2.0, None), "twice 70 tokens of the slower one tell no spread"
+    assert compare(*tallies, 50) == (2.0, 0.0)
 
 
 def test_a_load_curve_is_drawn(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ class Program:
         numbers = self._template.copy()  # several engines may run the same program
         flat = numbers.reshape(-1)
         for name, places in self._indices.items():
-            flat[places] = values[name]
+            given = values[name]
+            assert isinstance(given, int) or len(given) == len(places), f"{name}: {len(places)} places"
+            flat[places] = given
         threads, openmp = torch.get_num_threads(), find_openmp()
         barrier = openmp.barrier_address if threads > 1 and openmp else 0
         arguments = _ARRAYS[5](0, 0, numbers.ctypes.data, len(numbers), barrier)

@@ -24,5 +24,5 @@ COPY_COLUMNS = Kernel("copy_columns")  # x, out, rows, size, bytes from row to r
 
 
 def row_tasks(rows: int) -> int:
-    """Into how many tasks the kernels of this file are cut."""
+    """Into how many tasks kernels over rows are cut, unless they say otherwise above."""
     return -(-rows // ROWS_PER_TASK)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dspark_core.arrays import Floats
 from server.auto_policy import AutoPolicy
+from server.cost_watch import GRAIN_OF_CONTEXT
 from server.policy import LengthPolicy, Rounds, StepOutcome
 from server.request import Request
 
@@ -36,8 +38,9 @@ class Timeless(AutoPolicy):
     """For which steps take what its costs say: how long they really took decides nothing."""
 
     def observe_step(self, outcome: StepOutcome) -> None:
-        super().observe_step(outcome)
-        self.watch.plain = self.watch.drafting = 1.0
+        context = (outcome.context // GRAIN_OF_CONTEXT + 0.5) * GRAIN_OF_CONTEXT
+        seconds = self.cost.seconds(outcome.batch_tokens, context, outcome.decoding, outcome.drafting, outcome.drafted)
+        super().observe_step(replace(outcome, seconds=seconds))
 
 
 def one_round(

@@ -19,7 +19,7 @@ from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_draft, tiny_target
 from tests.server.policies import Timeless, one_round
-from tests.server.test_engine_distribution import DRAFT_LEN, NUM_REQUESTS, P_VALUE, RATIO, V, draw_texts, p_values
+from tests.server.test_engine_distribution import DRAFT_LEN, P_VALUE, RATIO, V, draw_texts, p_values
 from tests.server.test_policy import plain, some_request
 
 RAW = Calibration.raw(DRAFT_LEN)
@@ -70,15 +70,15 @@ def test_sampled_text_follows_the_target_whatever_is_admitted(kind: str, samplin
     assert min(p_values(texts, sampling)) > P_VALUE
     if isinstance(policy, Noting):
         lens = [length for slots, length in policy.seen if slots == DRAFT_LEN]
-        assert min(lens.count(length) for length in range(DRAFT_LEN + 1)) > 30, "the schedule was active"
+        assert min(lens.count(length) for length in range(DRAFT_LEN + 1)) > 40, "the schedule was active"
 
 
 @pytest.mark.parametrize("kind", ["auto", "threshold"])
 def test_a_confidence_that_looks_at_its_own_token_fails_the_same_test(kind: str) -> None:
     """The control (paper, appendix A): then a choice by confidence is biased."""
     drafter = ConfidentDrafter(DRAFT_LEN, tiny_target(V), by_parity, leaks=True)
-    texts = draw_texts(drafter, RATIO, 2 * NUM_REQUESTS, policies()[kind])
-    assert p_values(texts, RATIO)[0] < 1e-9
+    texts = draw_texts(drafter, RATIO, policy=policies()[kind])
+    assert p_values(texts, RATIO)[0] < P_VALUE / 100
 
 
 def test_a_slot_whose_confidence_is_no_number_says_nothing_of_those_before_it() -> None:
@@ -216,6 +216,8 @@ def test_what_is_verified_in_full_is_so_whatever_it_costs() -> None:
 def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
     """Or nobody would know what drafting costs beside it."""
     policy, request = AutoPolicy(cost_of(0.01, draft_len=4)), some_request()
+    lens = [policy.plan([request], [4], 100)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
+    assert all(lens), "not beside a prompt, where its time would not tell"
     lens = [policy.plan([request], [4], 0)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
     assert lens.count(0) == FIRST_TIMES, "soon, for the first times"
     lens = [policy.plan([request], [4], 0)[0] for _ in range(3 * PLAIN_EVERY)]

@@ -104,6 +104,14 @@ def test_where_there_is_hope_all_try_together() -> None:
     )
 
 
+def test_all_that_have_hope_try_even_if_they_are_more_than_the_rounds() -> None:
+    policy = AutoPolicy(COST, Calibration({}, {"ratio": (0.62,) * 4}))
+    requests = [some_request() for _ in range(EXPLORE_ROUNDS + 1)]
+    lens = [choose(policy, requests, [4] * len(requests)) for _ in range(EXPLORE_SOON + 2 * REST)]
+    assert [all(step) for step in lens].count(True) == 1
+    assert sum(map(any, lens)) == 1
+
+
 def hopeless() -> AutoPolicy:
     """Even a sure draft of four slots would cost more than it brings."""
     cost = StepCost(CostCurves([1, 5, 40], [1.0, 9.0, 79.0], [1, 8], [2.0, 9.0], [4.0, 18.0], draft_len=4))

@@ -12,10 +12,13 @@ from dspark_core.adjustments import RowSource
 from dspark_core.checkpoint.load import load_draft, load_target
 from dspark_core.draft.backbone import DraftModel
 from dspark_core.draft.drafter import DraftBlock, Drafter, Drafts
+from dspark_core.draft.slot_program import SlotProgram
+from dspark_core.logit_rows import SlotChoice
 from dspark_core.models.linear import can_pack
 from dspark_core.sampler import Round
 from dspark_core.sampling import SamplingParams
 from tests.core.draft.test_drafter import K, absorb
+from tests.core.kernels.local import local_kernel
 from tests.paged import make_pool
 from tests.tiny import tiny_draft_folder, tiny_target_folder
 
@@ -33,8 +36,12 @@ RULES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> DraftModel:
+    return model_of(tmp_path, K)
+
+
+def model_of(tmp_path: Path, draft_len: int) -> DraftModel:
     target_folder = tiny_target_folder(tmp_path)
-    draft = load_draft(tiny_draft_folder(tmp_path, target_folder, "vanilla", K), load_target(target_folder))
+    draft = load_draft(tiny_draft_folder(tmp_path, target_folder, "vanilla", draft_len), load_target(target_folder))
     with torch.no_grad():  # so that the token before a slot decides what it says
         draft.markov_head.markov_w1.weight.mul_(30)
     draft.prepare(max_positions=64)
@@ -65,6 +72,7 @@ def drafted(model: DraftModel, choose: Round, lens: tuple[int, ...] = (K, 2, 4),
 def test_the_same_bits(model: DraftModel, rule: str) -> None:
     """And the same distributions, as far as verification looks at them."""
     rounds = [rounds_of(RULES[rule]) for _ in range(2)]
+    assert rounds[1].in_kernels(K) is not None
     one_by_one, at_once = (drafted(model, rounds[n], by_slot=n == 0) for n in range(2))
     assert torch.equal(one_by_one.draft_ids, at_once.draft_ids)
     assert len(set(at_once.draft_ids[0].tolist())) > 1
@@ -76,6 +84,38 @@ def test_the_same_bits(model: DraftModel, rule: str) -> None:
     stood = [this.verify(logits, at_once.draft_ids, lens) for this in rounds]
     assert torch.equal(stood[0].num_accepted, stood[1].num_accepted)
     assert torch.equal(stood[0].next_ids, stood[1].next_ids)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "ratio", "coupled"])
+def test_many_slots_of_one_request(tmp_path: Path, rule: str) -> None:
+    """More than a round makes its numbers for at once, when it goes slot by slot."""
+    model, (first, *_) = model_of(tmp_path, 20), RULES[rule]
+    one_by_one, at_once = (drafted(model, rounds_of([first]), (20,), by_slot=by_slot) for by_slot in (True, False))
+    assert torch.equal(one_by_one.draft_ids, at_once.draft_ids)
+    assert len(set(at_once.draft_ids[0].tolist())) > 10
+
+
+def _leave_all(a):  # type: ignore[no-untyped-def]
+    """As a kernel that gets no memory: none of its tasks is taken."""
+
+
+def test_a_choice_that_gave_up_is_an_error_and_nothing_is_read_by_it(model: DraftModel) -> None:
+    program = SlotProgram.of(model.markov_head)
+    assert program is not None
+    logits, anchors = torch.zeros(K, 3, program.projection.out_features), torch.tensor([1, 2, 3])
+    with pytest.raises(MemoryError):
+        program.run(logits, anchors, SlotChoice(local_kernel(_leave_all), ("x", "ids"), {}))
+
+
+@pytest.mark.parametrize("shape", [(K, 2), (K - 1, 3), (1, 3)], ids=str)
+def test_numbers_for_other_slots_or_requests_are_refused(model: DraftModel, shape: tuple[int, int]) -> None:
+    program = SlotProgram.of(model.markov_head)
+    assert program is not None
+    logits, anchors = torch.zeros(K, 3, program.projection.out_features), torch.tensor([1, 2, 3])
+    with pytest.raises(AssertionError):
+        program.run(logits, anchors, SlotChoice.drawn(None, torch.zeros(shape, dtype=torch.float64)))
+    with pytest.raises(AssertionError):
+        SlotChoice.drawn(torch.ones(2), torch.zeros(K, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("rule", ["greedy", "ratio", "coupled"])
