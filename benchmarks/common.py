@@ -124,6 +124,12 @@ def load_prompts(path: Path = PROMPTS) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def mixed_prompts() -> list[str]:
+    """What is asked, in all domains by turns."""
+    contents = [item["prompt"] for item in load_prompts()]
+    return contents[0::4] + contents[1::4] + contents[2::4] + contents[3::4]
+
+
 def conditions(load: float) -> dict[str, Any]:
     """Where and with what the figures were taken."""
     commit = subprocess.run(

@@ -33,7 +33,7 @@ from server.policy import FixedLength, LengthPolicy, Threshold
 from server.request import Request, RequestParams
 
 LOADS = (1, 2, 4, 8, 16, 32)
-FIXED = (1, 3, 5)
+FIXED = range(1, 7)
 CHANCES = (0.95, 0.85, 0.7)  # of the scripted draft's slots, by prompt
 THRESHOLD = 0.5
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--draft", default="demo", choices=("demo", "scripted"))
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--tokens", type=int, default=1500, help="of every way at loads up to 4; more at others")
+    parser.add_argument("--tokens", type=int, default=2000, help="of every way at loads up to 4; more at others")
     parser.add_argument("--loads", default=",".join(map(str, LOADS)))
     parser.add_argument("--plots", help="folder for the plots")
     args = parser.parse_args()

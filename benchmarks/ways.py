@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.common import chat_ids, load_prompts
+from benchmarks.common import chat_ids, mixed_prompts
 from dspark_core.draft.drafter import Drafter
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.sampling import SamplingParams
@@ -19,7 +19,7 @@ from server.request import RequestParams
 
 MAX_TOKENS = 96  # the demo model begins to loop after about so many, and loops flatter
 SLICE_SECONDS = 0.15
-FEWEST, MOST = 3, 16  # stretches of a run that say something of its spread, and are not alike
+FEWEST, MOST = 5, 16  # stretches of a run that say something of its spread, and are not alike
 LONGEST = 256  # prompt and answer
 
 
@@ -90,10 +90,8 @@ class Way:
 
 def all_prompts(engine: Engine) -> list[list[int]]:
     """Prompts of all domains in turn, three wordings of each."""
-    contents = [item["prompt"] for item in load_prompts()]
-    by_domain = contents[0::4] + contents[1::4] + contents[2::4] + contents[3::4]
     wordings = ("", " Be brief.", " Explain every step.")
-    return [chat_ids(engine.tokenizer, content + wording) for wording in wordings for content in by_domain]
+    return [chat_ids(engine.tokenizer, content + wording) for wording in wordings for content in mixed_prompts()]
 
 
 def twin(base: Engine, load: int, *, with_draft: bool) -> Engine:
@@ -130,12 +128,13 @@ def measure(ways: dict[str, Way], tokens: int) -> None:
 
 
 def compare(one: Tally, other: Tally, tokens: float) -> tuple[float, float | None]:
-    """How many times as fast one is as the other, over the turns that both took, and the standard error of that.
+    """How many times as fast one is as the other, from as many tokens of the same prompts, and its standard error.
 
-    The error is by the spread over stretches of turns in which both gave `tokens` at least, which should be those of an
-    answer to every request: turns of the same answers are alike. What the machine did to both in the same minute is no
-    error. None with too few stretches.
+    The error is by the spread over stretches of turns, of those that both took, in which both gave `tokens` at least:
+    they should be those of an answer to every request, for turns of the same answers are alike. What the machine did to
+    both in the same minute is no error. None with too few stretches.
     """
+    ratio = one.tokens / one.seconds / (other.tokens / other.seconds)
     turns = np.array(list(zip(one.turns, other.turns, strict=False)))  # [N, 2 ways, seconds and tokens]
     tokens = max(tokens, turns[..., 1].sum(0).min() / MOST)
     stretches, sums = [], np.zeros((2, 2))
@@ -144,8 +143,6 @@ def compare(one: Tally, other: Tally, tokens: float) -> tuple[float, float | Non
         if sums[:, 1].min() >= tokens:
             stretches.append(sums)
             sums = np.zeros((2, 2))
-    speed, other_speed = turns[..., 1].sum(0) / turns[..., 0].sum(0)
-    ratio = float(speed / other_speed)
     if len(stretches) < FEWEST:
         return ratio, None
     relative = np.array(stretches) / np.mean(stretches, 0)

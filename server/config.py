@@ -34,7 +34,11 @@ class ServerConfig(Settings):
     )
     max_num_seqs: int = setting(16, "engine", "requests decoded at once; the rest wait", ge=1)
     max_num_batched_tokens: int | None = setting(
-        None, "engine", "tokens in one pass of the target, which prompts fill up; unset: 128 on a CPU, else 2048", ge=1
+        None,
+        "engine",
+        "tokens in one pass of the target, which prompts fill up (at least 32 of theirs fit beside any that decode); "
+        "unset: 128 on a CPU, else 2048",
+        ge=1,
     )
     draft_len: int | None = setting(
         None, "engine", "tokens drafted per round (K); unset: as many as the draft was trained for", ge=1

@@ -27,7 +27,7 @@ BUSY = 0.3  # spread of a step, in the median over all of them
 SHORT, LONG = 64, 1024  # tokens before those of a measured step
 # What takes little is measured more often: so many times as often at most, for so long in all.
 MORE, ENOUGH_SECONDS = 4, 0.2
-VERSION = 4  # raised whenever something else is measured, so that costs that were kept are measured anew
+VERSION = 5  # raised whenever something else is measured, so that costs that were kept are measured anew
 Key = tuple[str, int, int, int]  # verify or draft, context, requests, rows or slots of each
 
 
@@ -164,8 +164,8 @@ def _measure(
 
 
 def _samples(seconds: Sequence[float], repeats: int) -> int:
-    """How many to take in all of what has taken so long so far."""
-    enough = ENOUGH_SECONDS / max(statistics.median(seconds), 1e-9)
+    """How many to take in all of what has taken so long so far: by the least, for what else ran only adds to it."""
+    enough = ENOUGH_SECONDS / max(min(seconds), 1e-9)
     return min(max(repeats, int(enough)), MORE * repeats)
 
 

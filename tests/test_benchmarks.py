@@ -29,6 +29,7 @@ def test_gpu_check_runs_without_a_gpu() -> None:
     assert result["kernel_error_float32"] < 1e-5
     assert result["kernel_error_16_bits"] < 2e-3
     assert result["texts_changed"] == 0
+    assert result["ok"]
     assert len(result["steps"]) == 7
 
 
@@ -69,15 +70,15 @@ def test_the_error_of_a_ratio_is_the_spread_over_many_runs(turns: int) -> None:
         machine = np.exp(0.3 * np.sin(np.linspace(0, 9, 400) + source.uniform(0, 6)))
         one, other = (tally_of(source, machine, speed, answer) for speed in (1.2, 1.0))
         found.append(compare(one, other, answer))
-        assert found[-1][0] == pytest.approx(one.tokens / one.seconds / (other.tokens / other.seconds))
     ratios, errors = np.array(found, float).T
     assert errors.mean() == pytest.approx(ratios.std(), rel=0.15)
 
 
-def test_what_a_way_did_alone_is_not_compared() -> None:
-    tallies = Tally(turns=[(1.0, 10)] * 31), Tally(turns=[(1.0, 5)] * 31 + [(1.0, 999)] * 50)
-    assert compare(*tallies, 70) == (2.0, None), "twice 70 tokens of the slower one tell no spread"
-    assert compare(*tallies, 50) == (2.0, 0.0)
+def test_few_answers_tell_no_error() -> None:
+    """And what a slow way did alone at the end tells nothing of it."""
+    tallies = Tally(31.0, 310, turns=[(1.0, 10)] * 31), Tally(62.0, 310, turns=[(1.0, 5)] * 31 + [(1.0, 5)] * 31)
+    assert compare(*tallies, 35) == (2.0, None), "four times 35 tokens of the slower one"
+    assert compare(*tallies, 30) == (2.0, 0.0)
 
 
 def test_a_load_curve_is_drawn(tmp_path: Path) -> None:

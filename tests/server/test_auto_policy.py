@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,19 @@ class Eager(Noting):
         return list(limits)
 
 
+class Planning(Noting):
+    """Follows its plan, and remembers the slots of every request."""
+
+    def __init__(self, cost: StepCost, calibration: Calibration | None = None) -> None:
+        super().__init__(cost, calibration)
+        self.planned: list[int] = []
+
+    def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
+        lens = super().plan(requests, limits, prefill_tokens)
+        self.planned += lens
+        return lens
+
+
 def by_parity(token: int) -> float:
     return 2.0 if token % 2 else -3.0
 
@@ -71,6 +85,17 @@ def test_sampled_text_follows_the_target_whatever_is_admitted(kind: str, samplin
     if isinstance(policy, Noting):
         lens = [length for slots, length in policy.seen if slots == DRAFT_LEN]
         assert min(lens.count(length) for length in range(DRAFT_LEN + 1)) > 40, "the schedule was active"
+
+
+@pytest.mark.parametrize("sampling", [RATIO, SamplingParams(temperature=1.0, seed=0)], ids=["ratio", "coupled"])
+def test_sampled_text_follows_the_target_whatever_is_planned(sampling: SamplingParams) -> None:
+    """With plain steps, tries, and blocks in full by coins, as in service."""
+    policy = Planning(cost_of(0.05, start=10.0), RAW)
+    policy.full_share, policy._coins = 0.2, random.Random(0)
+    texts = draw_texts(ConfidentDrafter(DRAFT_LEN, tiny_target(V), by_parity), sampling, policy=policy)
+    assert min(p_values(texts, sampling)) > P_VALUE
+    counts = [policy.planned.count(length) for length in range(DRAFT_LEN + 1)]
+    assert min(counts) > 200, counts
 
 
 @pytest.mark.parametrize("kind", ["auto", "threshold"])

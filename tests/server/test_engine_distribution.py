@@ -48,15 +48,23 @@ def draw_texts(
     num: int = NUM_REQUESTS,
     policy: LengthPolicy | None = None,
     seed: int = 0,
+    count: int = COUNT,
+    **memory: int,
 ) -> NDArray[np.int64]:
-    """[num, COUNT] tokens of as many requests; seeded ones differ in their seed."""
-    limits = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * 8}
+    """[num, count] tokens of as many requests; seeded ones differ in their seed.
+
+    Args:
+        memory: num_tokens that are too few for so many requests.
+    """
+    limits = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * 8, **memory}
     engine = make_engine(drafter, target=tiny_target(V), seed=seed, **limits)
     engine.policy = policy or engine.policy
     own = [sampling if sampling.seed is None else replace(sampling, seed=seed) for seed in range(num)]
-    jobs = [(prompt(), RequestParams(params, max_tokens=COUNT)) for params in own]
+    jobs = [(prompt(), RequestParams(params, max_tokens=count)) for params in own]
     results = run(engine, jobs)
-    assert sum(result.last.speculation.rounds for result in results) >= num
+    if policy is None:
+        assert sum(result.last.speculation.rounds for result in results) >= num
+    assert not memory or engine.scheduler.num_preemptions > num // 10
     return np.array([result.ids for result in results])
 
 
@@ -125,6 +133,12 @@ def test_sampled_text_follows_the_target(sampling: SamplingParams) -> None:
     texts = draw_texts(TableDrafter(DRAFT_LEN, tiny_target(V)), sampling)
     assert len({tuple(text) for text in texts}) > 20
     assert min(p_values(texts, sampling)) > P_VALUE
+
+
+def test_sampled_text_of_the_preempted_follows_the_target() -> None:
+    """Case F6: what they said is kept, and what they draw afterwards is nothing that was drawn before."""
+    texts = draw_texts(TableDrafter(DRAFT_LEN, tiny_target(V)), RATIO, 1500, count=20, num_tokens=18 * BATCH)
+    assert min(p_values(texts, RATIO)) > P_VALUE
 
 
 def test_a_draft_that_lies_about_its_distribution_fails_the_same_test() -> None:

@@ -27,6 +27,7 @@ from tests.server.engines import (
     run_one,
     tiny_draft,
 )
+from tests.server.policies import Lengths
 
 COUNT = 20
 PAGE = 16
@@ -160,11 +161,18 @@ def test_a_conversation_that_differs_early_shares_nothing_after() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scripted", "vanilla", "rnn"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_requests_in_little_memory_keep_their_texts(kind: str, seed: int) -> None:
     """Cases P2 and P3: all kinds of requests share, evict and preempt; the harness checks memory at every step."""
     draw = random.Random(seed)
-    engine = make_engine(make_draft(kind), num_tokens=256, max_model_len=128, max_num_seqs=5, max_num_batched_tokens=48)
+    budget = draw.choice((33, 40, 64, 128))
+    memory = {"num_tokens": 256, "max_model_len": 128, "max_num_seqs": 5}
+    engine = make_engine(make_draft(kind), max_num_batched_tokens=budget, **memory)
+    if seed % 2:  # else whole blocks
+        engine.policy = Lengths(
+            lambda _, limits: [draw.randint(0, limit) for limit in limits],
+            lambda slots, _: [draw.randint(0, count) for count in slots],
+        )
     stems = [make_prompt(length, seed=stem) for stem, length in enumerate((10, 33, 64, 80))]
     jobs = []
     for _ in range(32):
@@ -178,6 +186,7 @@ def test_many_requests_in_little_memory_keep_their_texts(kind: str, seed: int) -
         text = expected(result.request.prompt_ids)
         assert result.ids == (text[: len(result.ids)] if result.last.finish_reason == "abort" else text)
     assert engine.memory.shared_tokens > 0
+    assert engine.scheduler.num_preemptions > 0
 
 
 def test_a_step_that_failed_leaves_nothing_to_be_found() -> None:
