@@ -169,7 +169,7 @@ def main() -> None:
     machine = Machine.measured()
     measure(engine, 2, 0.0, True, 3)  # warms up
     results = []
-    head = "".join(f"{name:>12}" for name in ("step ms", "forwards ms", "ratio", "target ms", "of its floor"))
+    head = "".join(f"{name:>14}" for name in ("step ms", "forwards ms", "ratio", "target ms", "of its floor"))
     print(f"{'batch':>6}{'T':>4}{'':>13}{head}")
     for batch in BATCHES:
         for temperature in (0.0, 1.0):
@@ -177,8 +177,8 @@ def main() -> None:
                 row = measure(engine, batch, temperature, speculative, args.steps)
                 ceiling = machine.pass_seconds(engine, row["target_rows"], row["context"])
                 kind = "speculative" if speculative else "plain"
-                print(f"{batch:6}{temperature:4.0f}{kind:>13}{row['wall_ms']:12.1f}{row['forwards_ms']:12.1f}", end="")
-                print(f"{row['ratio']:12.3f}{row['target_ms']:12.1f}{row['target_ms'] / ceiling / 1e3:12.2f}")
+                print(f"{batch:6}{temperature:4.0f}{kind:>13}{row['wall_ms']:14.1f}{row['forwards_ms']:14.1f}", end="")
+                print(f"{row['ratio']:14.3f}{row['target_ms']:14.1f}{row['target_ms'] / ceiling / 1e3:14.2f}")
                 name = {"batch": batch, "temperature": temperature, "speculative": speculative}
                 results.append(name | row | {"target_floor_ms": ceiling * 1e3})
     result = {"benchmark": "step_overhead", "cpu_weights": args.cpu_weights, "results": results}
