@@ -1,4 +1,4 @@
-"""Length policies made of functions."""
+"""Length policies that tests can steer or look into, and costs for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from dspark_core.arrays import Floats
+from dspark_core.checkpoint.calibration import Calibration
+from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import AutoPolicy
 from server.cost_watch import GRAIN_OF_CONTEXT
 from server.policy import LengthPolicy, Rounds, StepOutcome
@@ -34,6 +36,12 @@ class Lengths(LengthPolicy):
         return self._admit(slots, logits) if self._admit else list(slots)
 
 
+def cost_of(slope: float, draft: float = 0.0, draft_len: int = 2, start: float = 1.0) -> StepCost:
+    """A pass costs `start` for one token and `slope` for every other, whatever it is of."""
+    verify = [start, start + 63 * slope]
+    return StepCost(CostCurves([1, 64], verify, [1, 64], [draft] * 2, [draft] * 2, draft_len))
+
+
 class Timeless(AutoPolicy):
     """For which steps take what its costs say: how long they really took decides nothing."""
 
@@ -41,6 +49,29 @@ class Timeless(AutoPolicy):
         context = (outcome.context // GRAIN_OF_CONTEXT + 0.5) * GRAIN_OF_CONTEXT
         seconds = self.cost.seconds(outcome.batch_tokens, context, outcome.decoding, outcome.drafting, outcome.drafted)
         super().observe_step(replace(outcome, seconds=seconds))
+
+
+class Noting(Timeless):
+    """Remembers the lengths."""
+
+    def __init__(self, cost: StepCost, calibration: Calibration | None = None) -> None:
+        super().__init__(cost, calibration)
+        self.seen: list[tuple[int, int]] = []
+
+    def admit(
+        self, requests: Sequence[Request], slots: Sequence[int], logits: Floats | None, prefill_tokens: int
+    ) -> list[int]:
+        lens = super().admit(requests, slots, logits, prefill_tokens)
+        self.seen += zip(slots, lens, strict=True)
+        return lens
+
+
+class Eager(Noting):
+    """Drafts whole blocks, though they seldom pay: `admit` has something to choose from."""
+
+    def plan(self, requests: Sequence[Request], limits: Sequence[int], prefill_tokens: int) -> list[int]:
+        super().plan(requests, limits, prefill_tokens)
+        return list(limits)
 
 
 def one_round(

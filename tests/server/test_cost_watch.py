@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from server.cost_watch import CostWatch
-from tests.server.test_auto_policy import cost_of, step
+from tests.server.policies import cost_of
+from tests.server.test_auto_policy import step
 
 
 def factor(watch: CostWatch) -> float:

@@ -19,7 +19,7 @@ from server.series import SECONDS, SERIES
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import GREEDY, make_engine, make_prompt, run, tiny_target
 from tests.server.http_util import client_of
-from tests.server.policies import one_round
+from tests.server.policies import Eager, cost_of, one_round
 from tests.server.scrape import LENGTHS, Scrape, scrape
 from tests.server.test_async_engine import (
     COUNT,
@@ -33,7 +33,6 @@ from tests.server.test_async_engine import (
     running,
     tiny,
 )
-from tests.server.test_auto_policy import Eager, cost_of
 from tests.server.test_engine_faults import break_steps
 from tests.server.test_policy import some_request
 

@@ -8,8 +8,7 @@ import pytest
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import AutoPolicy
-from tests.server.policies import one_round
-from tests.server.test_auto_policy import RAW, cost_of
+from tests.server.policies import cost_of, one_round
 from tests.server.test_policy import some_request
 
 
@@ -18,7 +17,7 @@ def test_slots_are_to_spare_where_they_cost_little(slot: float, spare: int) -> N
     """For today's confidence to choose from: of a step of about 2 seconds they take 2 % at most."""
     curves = CostCurves([1, 64], [1.0, 1 + 63 * 0.5], [1, 64], [0.1] * 2, [0.1 + 3 * slot] * 2, 4)
     known, request = {"ratio": (0.75,) * 4}, some_request()
-    with_head = AutoPolicy(StepCost(curves), Calibration(RAW.regimes, known))
+    with_head = AutoPolicy(StepCost(curves), Calibration(Calibration.raw(2).regimes, known))
     without = AutoPolicy(StepCost(curves))
     without.history = with_head.history
     plans = [policy.plan([request], [4], 0)[0] for policy in (with_head, without)]

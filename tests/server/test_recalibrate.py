@@ -16,7 +16,7 @@ from server.policy import Rounds
 from server.recalibrate import OnlineRecalibration
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import make_engine, run, tiny_target
-from tests.server.test_auto_policy import Eager, cost_of
+from tests.server.policies import Eager, cost_of
 from tests.server.test_policy import GREEDY, RequestParams, make_prompt, plain, some_request
 
 K = 2

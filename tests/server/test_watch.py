@@ -14,8 +14,7 @@ from server.policy import Rounds, StepOutcome
 from server.watch import ENOUGH, Watch
 from tests.server.drafts import ConfidentDrafter
 from tests.server.engines import make_engine, run, tiny_target
-from tests.server.policies import one_round
-from tests.server.test_auto_policy import Eager, cost_of
+from tests.server.policies import Eager, cost_of, one_round
 from tests.server.test_policy import GREEDY, RequestParams, make_prompt, some_request
 
 K = 2
