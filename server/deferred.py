@@ -1,65 +1,99 @@
-"""The draft's context of requests that are not drafting just now: written later, many tokens at a time.
+"""The draft's context of committed tokens: written at once where it is wanted, else later, many tokens at a time.
 
 A token's context costs the draft almost as much as many tokens' together. So the features of tokens that were decoded
-plainly wait until the request drafts again, or until they fill a page, which others may then share.
+plainly wait until their request drafts again, ends or is sent back, or until they are many. Pages whose context waits
+are not shared yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from dspark_core.devices import tensor_on
 from dspark_core.draft.drafter import Drafter
+from server.kv import KVMemory
 from server.request import Request
 
+# Tokens that wait at most: of one request, so that no step takes much longer than others, and of all together, for
+# memory's sake.
+MOST, MOST_OF_ALL = 128, 1024
 HELD = 32  # rows of memory held for one that is wanted
 
 
 @dataclass(slots=True)
 class Committed:
-    """Consecutive committed tokens of a request: the first one's position, their slots, their features [n, m * D]."""
+    """Consecutive committed tokens of a request: the first one's position, their slots, their features' first row.
+
+    Attributes:
+        step_features: [N, m * D] of all rows of their step.
+    """
 
     position: int
     slots: list[int]
-    features: Tensor
+    step_features: Tensor
+    row: int
+
+    @property
+    def features(self) -> Tensor:
+        """[n, m * D], of these tokens alone."""
+        return self.step_features[self.row : self.row + len(self.slots)]
 
 
-class DeferredContext:
-    """Keeps features until their context is wanted."""
+class DraftContext:
+    """Keeps features until their context is written, and then lets others find the pages."""
 
-    def __init__(self) -> None:
-        self._waiting: WeakKeyDictionary[Request, list[Committed]] = WeakKeyDictionary()
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._waiting: dict[Request, list[Committed]] = {}
+        self._size: dict[Request, int] = {}
 
-    def keep(self, request: Request, tokens: Committed) -> None:
-        """Let these wait. Of features that the next step may overwrite, or that hold many rows, a copy is kept."""
-        features = tokens.features
-        if features.is_cuda or features.untyped_storage().nbytes() > HELD * features.nbytes:
-            features = features.clone()
-        waiting = self._before(request, tokens.position)
-        waiting.append(Committed(tokens.position, tokens.slots, features))
-        self._waiting[request] = waiting
+    def size(self, request: Request) -> int:
+        """Tokens of it whose context is still to be written."""
+        return self._size.get(request, 0)
 
-    def take(self, request: Request, position: int) -> list[Committed]:
-        """What waits just before `position`, which is to be written now."""
-        waiting = self._before(request, position)
+    def add(self, request: Request, tokens: Committed, later: bool) -> None:
+        """Take what a step has committed, after what waits already.
+
+        Args:
+            later: it is not written in this step. Of features that the next step may overwrite, or that hold many
+                rows, a copy is kept.
+        """
+        expected = request.table.draft_context_len + self.size(request)
+        assert tokens.position == expected, "the draft's context has a hole"
+        features = tokens.step_features
+        if later and (features.is_cuda or len(features) > HELD * len(tokens.slots)):
+            tokens = Committed(tokens.position, tokens.slots, tokens.features.clone(), 0)
+        self._waiting.setdefault(request, []).append(tokens)
+        self._size[request] = self.size(request) + len(tokens.slots)
+
+    def drop(self, request: Request) -> None:
+        """Nobody is going to want it."""
         self._waiting.pop(request, None)
-        return waiting
+        self._size.pop(request, None)
 
-    def _before(self, request: Request, position: int) -> list[Committed]:
-        """What a request left that was pre-empted since is void."""
-        waiting = self._waiting.get(request, [])
-        return waiting if waiting and waiting[-1].position + len(waiting[-1].slots) == position else []
+    def due(self) -> list[Request]:
+        """The one of which most waits, if that is too much; one, for the sake of those whose tokens come later then."""
+        if not self._size:
+            return []
+        most = max(self._size, key=self._size.__getitem__)
+        return [most] if self._size[most] >= MOST or sum(self._size.values()) > MOST_OF_ALL else []
 
-
-def write_context(drafter: Drafter, parts: Sequence[Committed]) -> None:
-    """Give the draft the context of committed tokens."""
-    if parts:
+    def write(self, drafter: Drafter | None, requests: Collection[Request]) -> int:
+        """Give the draft the context of these, as far as it waits. Returns of how many tokens."""
+        parts = list(chain.from_iterable(self._waiting.get(request, ()) for request in requests))
+        if drafter is None or not parts:
+            return 0
         positions = [part.position + i for part in parts for i in range(len(part.slots))]
         slots = [slot for part in parts for slot in part.slots]
-        where = tensor_on(parts[0].features.device, [positions, slots])
+        where = tensor_on(parts[0].step_features.device, [positions, slots])
         drafter.absorb(torch.cat([part.features for part in parts]), where[0], where[1])
+        for request in requests:
+            if request in self._waiting:
+                self._memory.publish(request.table, request.tokens, draft_context=True)
+                self.drop(request)
+        return len(slots)

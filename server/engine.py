@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from dspark_core.models.decoder import TargetModel
 from dspark_core.models.kv_cache import KVPool
 from dspark_core.randomness import derive_key
 from dspark_core.sampler import Round
-from server.deferred import Committed, DeferredContext, write_context
+from server.deferred import Committed, DraftContext
 from server.kv import KVMemory
 from server.layout import Layout, lay_out, read_back
 from server.limits import check_limits
@@ -64,7 +64,7 @@ class Engine:
     """Continuous batching with exact speculative decoding. Not thread-safe: one thread calls everything.
 
     Between steps, for every running request: `kv_len <= len(tokens) - 1`, with equality while it decodes, and the
-    draft's context covers the same positions if the request drafts.
+    draft's context covers the same positions if the request may draft, but for those that wait (`context`).
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -91,7 +91,8 @@ class Engine:
         self.step_observers: list[Callable[[StepOutcome], None]] = []
         self.reads_confidence = False  # for observers, where the policy does not
         self.origin: Origin | None = None  # what measurements of it are marked with, where that is known
-        self.deferred = DeferredContext()
+        self.context = DraftContext(self.memory)
+        self.scheduler.before_preemption = lambda request: self._write_context([request])
         self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.vocab_size)
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
@@ -140,7 +141,7 @@ class Engine:
         """End a request and free its place at once; None if it had ended already."""
         if request.finished:
             return None
-        self.scheduler.remove(request)
+        self._remove(request)
         return request.abort()
 
     def fail_running(self, message: str) -> list[Outcome]:
@@ -183,8 +184,8 @@ class Engine:
         emitted = read_back(parts, drafted=len(drafting))
         score_prompts(work, layout, output.logits[layout.num_deciding :])
         outcomes = self._deliver(work, drafted, emitted, logits)
-        self._commit(work, layout, emitted, output.features)
-        taken = step_outcome(work, layout, drafted, prefill_tokens, time.perf_counter() - started)
+        late = drafted.caught_up + self._commit(work, layout, emitted, output.features)
+        taken = step_outcome(work, layout, late, prefill_tokens, time.perf_counter() - started)
         self._tell(rounds_of(drafting, drafted), taken)
         return outcomes
 
@@ -203,9 +204,7 @@ class Engine:
         """Propose blocks, and decide how much of each is sent to the target."""
         if draft_round is None or self.drafter is None:
             return self._nothing_drafted
-        places = [(item.request, item.request.table.kv_len) for item in items]
-        waiting = [part for place in places for part in self.deferred.take(*place)]
-        write_context(self.drafter, waiting)
+        caught_up = self._write_context([item.request for item in items])
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
@@ -217,7 +216,7 @@ class Engine:
             confidence = drafts.confidence_logits.cpu().double().numpy()
         requests, slots = [item.request for item in items], [item.num_slots for item in items]
         lens = admit_step(self.policy, requests, slots, confidence, prefill_tokens)
-        return Drafted(drafts.draft_ids, lens, confidence, sum(len(part.slots) for part in waiting))
+        return Drafted(drafts.draft_ids, lens, confidence, caught_up)
 
     def _deliver(
         self, work: Sequence[Work], drafted: Drafted, emitted: list[list[int]], logits: Tensor
@@ -252,34 +251,44 @@ class Engine:
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
         return accepted
 
-    def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
-        """Declare the rows of tokens that stand valid, and give their features to the draft."""
-        ready: list[Committed] = []
+    def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> int:
+        """Declare the rows of tokens that stand valid, and give their features to the draft, now or later.
+
+        Returns of how many tokens the draft was given features that had waited.
+        """
+        now: list[Request] = []
         for index, item in enumerate(work):
             request, table = item.request, item.request.table
             if request.error:
                 continue
             size = item.num_tokens + (len(emitted[index]) - 1 if item.num_slots else 0)
             size = min(size, request.pending)  # a text may end before the last draft that stands
-            keeps, position = self.scheduler.keeps_context(request), table.kv_len
-            self.memory.commit(table, request.tokens, size, draft_context=keeps)
+            position = table.kv_len
+            self.memory.commit(table, size)
             self.memory.rollback(table, len(request.tokens))
-            if not keeps or features is None:
+            if not self.scheduler.keeps_context(request) or features is None:
+                self.memory.publish(table, request.tokens, draft_context=False)
                 continue
-            rows = slice(layout.starts[index], layout.starts[index] + size)
-            tokens = Committed(position, layout.slots[rows], features[rows])
-            if item.num_tokens == 1 and not item.num_slots and table.kv_len % self.pool.page_size:
-                self.deferred.keep(request, tokens)
-            else:
-                ready += [*self.deferred.take(request, position), tokens]
-        if self.drafter:
-            write_context(self.drafter, ready)
-        for item in work:
-            if item.request.finished:
-                self.scheduler.remove(item.request)
+            first, later = layout.starts[index], item.num_tokens == 1 and not item.num_slots
+            self.context.add(request, Committed(position, layout.slots[first : first + size], features, first), later)
+            if not later:
+                now.append(request)
+        self._write_context(now)
+        ended = [item.request for item in work if item.request.finished]
+        late = self._write_context({*self.context.due(), *(ended if self.memory.cache else ())})
+        for request in ended:
+            self._remove(request)
+        return late
+
+    def _write_context(self, requests: Collection[Request]) -> int:
+        return self.context.write(self.drafter, requests)
+
+    def _remove(self, request: Request) -> None:
+        self.context.drop(request)
+        self.scheduler.remove(request)
 
     def _fail(self, request: Request, message: str) -> Delta:
-        self.scheduler.remove(request)
+        self._remove(request)
         return request.fail(message)
 
     def _clear(self, pages: list[int]) -> None:

@@ -14,16 +14,17 @@ class PageTable:
     """A request's pages: page j holds positions [j * page_size, (j + 1) * page_size).
 
     Positions [0, kv_len) hold committed keys and values of the target, [0, draft_context_len) those of the draft's
-    context; what lies behind in the pages is dead. Full pages may be shared with other tables, and are never written
-    again.
+    context; what lies behind in the pages is dead. The pages of positions [0, cached_len) are full, known to the prefix
+    cache and never written again: they may be shared with other tables.
 
     Attributes:
-        node: what the prefix cache calls the last full page.
+        node: what the prefix cache calls the last page it knows.
     """
 
     pages: list[int] = field(default_factory=list)
     kv_len: int = 0
     draft_context_len: int = 0
+    cached_len: int = 0
     node: int = ROOT
 
 
@@ -80,19 +81,19 @@ class KVMemory:
             for page in table.pages[index : index + 1]:
                 self._leave(page)
             table.pages[index : index + 1] = [node.page]
-            table.node, table.kv_len = node.number, end
+            table.node, table.kv_len, table.cached_len = node.number, end, end
             table.draft_context_len = end if draft_context else 0
             self.shared_tokens += self.page_size
 
     def wanted(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> Content | None:
         """What a page must hold to serve the next tokens; None inside a page and for the last token."""
-        if table.kv_len % self.page_size or table.kv_len + self.page_size >= len(tokens):
+        if table.kv_len > table.cached_len or table.kv_len + self.page_size >= len(tokens):
             return None
         return self.next_page(table, tokens, draft_context=draft_context)
 
     def next_page(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> Content | None:
-        """What the first page that is not full will hold; None if the tokens do not fill it."""
-        start = table.kv_len // self.page_size * self.page_size
+        """What the first page that is not cached will hold; None if the tokens do not fill it."""
+        start = table.cached_len
         if start + self.page_size > len(tokens):
             return None
         return Content(table.node, draft_context, tuple(tokens[start : start + self.page_size]))
@@ -118,27 +119,31 @@ class KVMemory:
         for page in pages:
             self._blank[page] = False
 
-    def commit(self, table: PageTable, tokens: Sequence[int], num_tokens: int, *, draft_context: bool) -> None:
-        """Declare the next `num_tokens` positions valid, for the draft's context too if it was written.
-
-        Args:
-            tokens: all tokens of the request; pages that are full now are cached under them.
-        """
+    def commit(self, table: PageTable, num_tokens: int) -> None:
+        """Declare the target's keys and values of the next `num_tokens` positions valid."""
         end = table.kv_len + num_tokens
         assert end <= len(table.pages) * self.page_size, "committed more than was reserved"
-        assert table.draft_context_len == (table.kv_len if draft_context else 0), "draft context has a hole"
-        while self.cache and end // self.page_size > table.kv_len // self.page_size:
+        table.kv_len = end
+
+    def publish(self, table: PageTable, tokens: Sequence[int], *, draft_context: bool) -> None:
+        """Let others find the pages that are full.
+
+        Args:
+            tokens: all tokens of the request, under which pages are found.
+            draft_context: the draft's context of all that is committed has been written too. What is never written for
+                a request is found by others like it.
+        """
+        table.draft_context_len = table.kv_len if draft_context else 0
+        while self.cache and table.cached_len + self.page_size <= table.kv_len:
             content = self.next_page(table, tokens, draft_context=draft_context)
             assert content, "committed more than the request has tokens"
-            index = table.kv_len // self.page_size
+            index = table.cached_len // self.page_size
             known = self.cache.add(content, table.pages[index])
             if known.page != table.pages[index]:  # another request computed the same meanwhile
                 self._use(known.page)
                 self._leave(table.pages[index])
                 table.pages[index] = known.page
-            table.node, table.kv_len = known.number, (index + 1) * self.page_size
-        table.kv_len = end
-        table.draft_context_len = end if draft_context else 0
+            table.node, table.cached_len = known.number, table.cached_len + self.page_size
 
     def rollback(self, table: PageTable, num_tokens: int) -> None:
         """Give back pages past the first `num_tokens` positions: what was rejected there is dropped by length."""
@@ -150,7 +155,7 @@ class KVMemory:
     def release(self, table: PageTable) -> None:
         """Give back everything. Full pages stay in the prefix cache until their room is needed."""
         self.rollback(table, 0)
-        table.kv_len = table.draft_context_len = 0
+        table.kv_len = table.draft_context_len = table.cached_len = 0
         table.node = ROOT
 
     def forget(self, table: PageTable) -> None:

@@ -68,7 +68,7 @@ def rounds_of(drafting: Sequence[Work], drafted: Drafted) -> Rounds | None:
 
 
 def step_outcome(
-    work: Sequence[Work], layout: Layout, drafted: Drafted, prefill_tokens: int, seconds: float
+    work: Sequence[Work], layout: Layout, caught_up: int, prefill_tokens: int, seconds: float
 ) -> StepOutcome:
     """What was run, and how long it took."""
     return StepOutcome(
@@ -79,5 +79,5 @@ def step_outcome(
         drafted=sum(item.num_slots for item in work),
         prefill_tokens=prefill_tokens,
         context=sum(segment.limit for segment in layout.batch.segments) / len(work),
-        caught_up=drafted.caught_up,
+        caught_up=caught_up,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.kv import KVMemory
@@ -54,6 +55,7 @@ class RequestScheduler:
         max_num_batched_tokens: tokens of a step, as far as prompts are concerned.
 
     Attributes:
+        before_preemption: called with each request that is sent back, while it still has its pages.
         num_preemptions: requests sent back to the queue, in all.
         prefix_queries, prefix_hits: tokens of admitted requests that were looked for in the prefix cache, and found.
     """
@@ -62,6 +64,7 @@ class RequestScheduler:
         self.memory, self.draft_len = memory, draft_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.policy = LengthPolicy()
+        self.before_preemption: Callable[[Request], object] = lambda _: None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -196,6 +199,7 @@ class RequestScheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits at the front and computes its tokens again later."""
+        self.before_preemption(request)
         self.memory.release(request.table)
         self.running.remove(request)
         self.waiting.appendleft(request)

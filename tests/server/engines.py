@@ -194,7 +194,8 @@ def check_invariants(engine: Engine) -> None:
         assert 0 <= table.kv_len <= len(request.tokens) - 1
         assert table.kv_len <= len(table.pages) * engine.memory.page_size
         assert len(table.pages) <= engine.memory.pages_for(len(request.tokens) + engine.draft_len)
-        assert table.draft_context_len == (table.kv_len if engine.scheduler.keeps_context(request) else 0)
+        keeps = engine.scheduler.keeps_context(request)
+        assert table.draft_context_len == (table.kv_len - engine.context.size(request) if keeps else 0)
     assert all(r.table.pages == [] and r.table.kv_len == 0 for r in scheduler.waiting)
 
 

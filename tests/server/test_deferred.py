@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from server.deferred import MOST, MOST_OF_ALL
 from server.engine import Engine
 from server.policy import LengthPolicy, StepOutcome
 from server.request import Request, RequestParams
 from tests.server.drafts import ScriptedDrafter, oracle
-from tests.server.engines import GREEDY, make_engine, make_prompt, run
+from tests.server.engines import GREEDY, check_invariants, make_engine, make_prompt, run
 from tests.server.policies import Lengths
 from tests.server.test_policy import continuation
 
@@ -60,19 +61,44 @@ def test_a_step_tells_how_much_was_caught_up_on() -> None:
     run(engine, [(make_prompt(PAGE), RequestParams(GREEDY, max_tokens=60))])
     drafting = [outcome for outcome in taken if outcome.drafting]
     assert len(drafting) > 2
-    assert all(0 < outcome.caught_up <= 5 for outcome in drafting), "five plain steps, less those that filled a page"
-    assert not any(outcome.caught_up for outcome in taken if not outcome.drafting)
+    assert all(outcome.caught_up == 5 for outcome in drafting[1:]), "five plain steps"
+    others = [outcome for outcome in taken if not outcome.drafting]
+    assert not any(outcome.caught_up for outcome in others[:-1])
     assert not any(outcome.steady for outcome in drafting)
-    assert sum(outcome.steady for outcome in taken) == len(taken) - len(drafting) - 1, "all others but the prompt's"
+    assert sum(outcome.steady for outcome in others) == len(others) - 1 - bool(others[-1].caught_up), "but the prompt's"
 
 
-def test_who_never_drafts_writes_a_page_at_a_time() -> None:
+def test_who_never_drafts_writes_many_at_a_time() -> None:
+    drafter, taken = Counting(4, continuation, [-1]), list[StepOutcome]()
+    engine = engine_of(drafter, 0)
+    engine.step_observers.append(taken.append)
+    (result,) = run(engine, [(make_prompt(10), RequestParams(GREEDY, max_tokens=240))])
+    assert len(result.ids) == 240
+    assert [outcome.caught_up for outcome in taken if outcome.caught_up] == [MOST, 239 - MOST]
+    assert drafter.rows == 249
+    assert drafter.calls == 3, "the prompt, what was much, the end"
+
+
+def test_what_many_requests_leave_is_bounded() -> None:
+    drafter, held = Counting(4, continuation, [-1]), 0
+    engine = engine_of(drafter, 0, max_num_seqs=20, num_tokens=4096)
+    requests = [engine.make_request(make_prompt(5), RequestParams(GREEDY, max_tokens=100)) for _ in range(20)]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        sizes = [engine.context.size(request) for request in engine.scheduler.running]
+        assert sum(sizes) <= MOST_OF_ALL
+        assert max(sizes, default=0) <= MOST + len(requests)
+        held = max(held, sum(sizes))
+    assert held > MOST_OF_ALL - 20
+
+
+def test_nobody_writes_what_nobody_can_find() -> None:
     drafter = Counting(4, continuation, [-1])
-    (result,) = run(engine_of(drafter, 0), [(make_prompt(10), RequestParams(GREEDY, max_tokens=70))])
-    assert len(result.ids) == 70
-    last = (10 + 69) // PAGE * PAGE
-    assert drafter.rows == last, "all tokens of full pages, and none of the last one"
-    assert drafter.calls == 1 + last // PAGE, "the prompt, and once for every page"
+    engine = engine_of(drafter, 0, prefix_cache=False)
+    run(engine, [(make_prompt(10), RequestParams(GREEDY, max_tokens=70))])
+    assert drafter.rows == 10, "the prompt's alone"
 
 
 def test_shared_pages_have_their_context() -> None:
@@ -112,7 +138,7 @@ def test_preemption_aborts_and_sharing(seed: int) -> None:
             engine.abort(source.choice(requests))
     while engine.has_work:
         engine.step()
-        engine.memory.check_integrity([request.table for request in engine.scheduler.running])
+        check_invariants(engine)
     for request in requests:
         if request.finish_reason == "length":
             assert request.tokens[len(request.prompt_ids) :] == continuation(request)

@@ -16,13 +16,14 @@ LETTERS = range(10_000)
 
 @dataclass
 class Owner:
-    """A sequence and its table; `reserved` pages and `committed` positions are the model's."""
+    """A sequence and its table; `reserved` pages, `committed` and `published` positions are the model's."""
 
     tokens: list[int]
     draft_context: bool
     table: PageTable = field(default_factory=PageTable)
     reserved: int = 0
     committed: int = 0
+    published: int = 0
 
 
 class Model:
@@ -51,15 +52,26 @@ class Model:
         for position in range(owner.committed, owner.committed + step):
             page = owner.table.pages[position // SIZE]
             assert sum(page in other.table.pages for other in self.owners) == 1, "a shared page is written"
-            self.written[page][position % SIZE] = owner.tokens[: position + 1], owner.draft_context
-        self.memory.commit(owner.table, owner.tokens, step, draft_context=owner.draft_context)
+            self.written[page][position % SIZE] = owner.tokens[: position + 1], False
+        self.memory.commit(owner.table, step)
         owner.committed += step
+
+    def publish(self, owner: Owner) -> None:
+        for position in range(owner.published, owner.committed):
+            page = owner.table.pages[position // SIZE]
+            assert sum(page in other.table.pages for other in self.owners) == 1, "a shared page is written"
+            self.written[page][position % SIZE] = owner.tokens[: position + 1], owner.draft_context
+        self.memory.publish(owner.table, owner.tokens, draft_context=owner.draft_context)
+        owner.published = owner.committed
 
     def share(self, owner: Owner) -> None:
         self.memory.share(owner.table, owner.tokens, draft_context=owner.draft_context)
         gained = owner.table.kv_len - owner.committed
         assert gained >= 0
         assert gained == 0 or (gained % SIZE == 0 and owner.table.kv_len < len(owner.tokens))
+        if gained:
+            assert owner.published + gained == owner.table.kv_len, "shared behind what nobody knows yet"
+            owner.published += gained
         owner.committed = owner.table.kv_len
         owner.reserved = max(owner.reserved, owner.committed // SIZE)
 
@@ -72,7 +84,7 @@ class Model:
 
     def release(self, owner: Owner) -> None:
         self.memory.release(owner.table)
-        owner.reserved = owner.committed = 0
+        owner.reserved = owner.committed = owner.published = 0
 
     def check(self) -> None:
         memory, tables = self.memory, [owner.table for owner in self.owners]
@@ -80,15 +92,18 @@ class Model:
         for owner in self.owners:
             assert len(owner.table.pages) == owner.reserved
             assert owner.table.kv_len == owner.committed
-            assert owner.table.draft_context_len == (owner.committed if owner.draft_context else 0)
+            assert owner.table.draft_context_len == (owner.published if owner.draft_context else 0)
             for position in range(owner.committed):
                 text, context = self.written[owner.table.pages[position // SIZE]][position % SIZE]
                 assert text == owner.tokens[: position + 1], "a table reads what another text wrote"
-                assert context or not owner.draft_context, "a table reads a page without the draft's context"
+                waits = position >= owner.published or not owner.draft_context
+                assert context or waits, "a table reads a page without the draft's context"
         assert memory.num_free == PAGES - len({page for table in tables for page in table.pages})
 
 
-VERBS = st.sampled_from(["reserve", "reserve", "commit", "commit", "commit", "share", "share", "rollback", "release"])
+VERBS = st.sampled_from(
+    ["reserve", "reserve", "commit", "commit", "commit", "publish", "publish", "share", "share", "rollback", "release"]
+)
 ACTIONS = st.lists(st.tuples(st.integers(0, 3), VERBS, st.integers(0, SIZE * (PAGES + 2))), min_size=20, max_size=80)
 # Where each text leaves the common stem, how long it is, and whether its request drafts.
 TEXTS = st.lists(
@@ -106,7 +121,7 @@ def test_tables_read_their_own_text_whatever_happens(
     model = Model(prefix_cache, texts)
     for who, verb, amount in actions:
         owner = model.owners[who]
-        if verb in ("release", "share"):
+        if verb in ("release", "share", "publish"):
             getattr(model, verb)(owner)
         else:
             getattr(model, verb)(owner, amount)
@@ -130,8 +145,9 @@ def test_nothing_is_shared_inside_a_page() -> None:
     memory, behind, ahead, text = KVMemory(10, SIZE), PageTable(), PageTable(), list(range(3 * SIZE))
     for table in (behind, ahead):
         memory.reserve(table, 3 * SIZE)
-    memory.commit(behind, text, SIZE // 2, draft_context=False)
-    memory.commit(ahead, text, 2 * SIZE, draft_context=False)
+    for table, size in ((behind, SIZE // 2), (ahead, 2 * SIZE)):
+        memory.commit(table, size)
+        memory.publish(table, text, draft_context=False)
     memory.share(behind, text, draft_context=False)
     assert behind.kv_len == SIZE // 2
     memory.check_integrity([behind, ahead])
@@ -149,12 +165,10 @@ def test_misuse_is_caught() -> None:
     memory, table, text = KVMemory(2, SIZE), PageTable(), [*LETTERS[:SIZE]]
     memory.reserve(table, SIZE)
     with pytest.raises(AssertionError, match="more than was reserved"):
-        memory.commit(table, [*text, 5], SIZE + 1, draft_context=False)
+        memory.commit(table, SIZE + 1)
+    memory.commit(table, SIZE)
     with pytest.raises(AssertionError, match="than the request has tokens"):
-        memory.commit(table, text[:-1], SIZE, draft_context=False)
-    memory.commit(table, text, 2, draft_context=True)
-    with pytest.raises(AssertionError, match="draft context"):
-        memory.commit(table, text, 2, draft_context=False)
+        memory.publish(table, text[:-1], draft_context=False)
 
 
 def test_broken_tables_are_caught() -> None:

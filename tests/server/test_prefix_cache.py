@@ -11,7 +11,8 @@ def filled(memory: KVMemory, tokens: list[int], *, draft_context: bool = True) -
     table = PageTable()
     memory.share(table, tokens, draft_context=draft_context)
     assert memory.reserve(table, len(tokens))
-    memory.commit(table, tokens, len(tokens) - table.kv_len, draft_context=draft_context)
+    memory.commit(table, len(tokens) - table.kv_len)
+    memory.publish(table, tokens, draft_context=draft_context)
     return table
 
 
@@ -89,7 +90,8 @@ def test_a_page_in_use_is_never_forgotten() -> None:
 def test_nothing_is_shared_from_the_middle_of_a_page() -> None:
     memory, text, table = KVMemory(PAGES, SIZE), [*LETTERS[: 3 * SIZE]], PageTable()
     memory.reserve(table, len(text))
-    memory.commit(table, text, 1, draft_context=True)
+    memory.commit(table, 1)
+    memory.publish(table, text, draft_context=True)
     filled(memory, text)
     memory.share(table, text, draft_context=True)
     assert table.kv_len == 1
@@ -135,7 +137,8 @@ def test_what_two_computed_at_once_is_known_once() -> None:
     for table in tables:
         memory.reserve(table, len(text))
     for table in tables:
-        memory.commit(table, text, len(text), draft_context=True)
+        memory.commit(table, len(text))
+        memory.publish(table, text, draft_context=True)
     memory.check_integrity(tables)
     assert tables[0].pages[:2] == tables[1].pages[:2], "one of the two is given back"
     assert tables[0].node == tables[1].node, "what follows is found by both"

@@ -51,7 +51,8 @@ def step(scheduler: RequestScheduler, accepted: int = 0) -> list[Work]:
         if item.decides:
             item.request.append([5] * (stand + 1))
         keeps = scheduler.keeps_context(item.request)
-        scheduler.memory.commit(item.request.table, item.request.tokens, item.num_tokens + stand, draft_context=keeps)
+        scheduler.memory.commit(item.request.table, item.num_tokens + stand)
+        scheduler.memory.publish(item.request.table, item.request.tokens, draft_context=keeps)
         scheduler.memory.rollback(item.request.table, len(item.request.tokens))
     scheduler.memory.check_integrity([r.table for r in [*scheduler.running, *scheduler.waiting]])
     return work
@@ -179,7 +180,8 @@ def test_reservations_cover_the_whole_block() -> None:
         (item,) = scheduler.schedule()
         assert len(request.table.pages) * 16 >= request.table.kv_len + 1 + item.num_slots
         request.append([5] * (1 + item.num_slots))
-        scheduler.memory.commit(request.table, request.tokens, 1 + item.num_slots, draft_context=True)
+        scheduler.memory.commit(request.table, 1 + item.num_slots)
+        scheduler.memory.publish(request.table, request.tokens, draft_context=True)
 
 
 def test_removing_works_wherever_a_request_stands() -> None:
