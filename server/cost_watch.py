@@ -12,6 +12,7 @@ MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both ali
 LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted by something else
 GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
 MOST_ROWS = 256  # larger passes are taken to be alike
+SETTLED = 4  # plain steps after a drafting one that are not looked at: the draft has taken the target's place in caches
 FADES = 0.995  # what a size of pass is known by, from one drafting step to the next
 
 
@@ -20,6 +21,9 @@ class CostWatch:
 
     A step is more than the models' passes: sampling, verification and delivery come on top, and more of it where
     requests draft. Those shares depend on how tokens are sampled, so they are learnt and not measured beforehand.
+
+    A plain step right after a draft takes up to a tenth more than one of many plain ones. Those are the alternative to
+    drafting, so that only they count.
 
     Attributes:
         plain, drafting: actual / predicted seconds, running means; 1 before anything is known.
@@ -31,6 +35,7 @@ class CostWatch:
         self.cost = cost
         self.plain = self.drafting = 1.0
         self.predicted, self.steps = 0.0, 0
+        self._plain_run = SETTLED  # steps since somebody drafted
         self._counts = {False: 0, True: 0}  # of steps without and with drafting
         self._known: dict[tuple[int, ...], float] = {}
         # [MOST_ROWS] the same as `drafting` for passes of so many rows, and of how many steps each is the mean.
@@ -59,7 +64,9 @@ class CostWatch:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step, if it is one like others."""
-        if not outcome.steady:
+        drafts = outcome.drafting > 0
+        self._plain_run = 0 if drafts else self._plain_run + 1
+        if not outcome.steady or not (drafts or self._plain_run > SETTLED):
             return
         self.steps += 1
         place = int(outcome.context // GRAIN_OF_CONTEXT)
@@ -69,7 +76,6 @@ class CostWatch:
                 self._known.clear()
             self._known[key] = self.cost.seconds(key[0], (place + 0.5) * GRAIN_OF_CONTEXT, *key[2:])
         self.predicted = self._known[key]
-        drafts = outcome.drafting > 0
         mean, found = (self.drafting if drafts else self.plain), outcome.seconds / self.predicted
         if self._counts[drafts] >= PRIOR:
             found = min(max(found, LEAST * mean), MOST * mean)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+from server.cost_watch import SETTLED
 from server.request import Request
 
 # After so many steps in which somebody did not draft, one of those does for some rounds, with few slots. After each
@@ -16,19 +17,21 @@ from server.request import Request
 EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
 # Much sooner where drafting would pay if the draft were only a little better than is known.
 EXPLORE_SOON = 32
-# While drafting seems to pay, so many steps go by until one is plain: few for the first times, for what was measured
-# before may be wrong by more than drafting would gain; and more once many plain steps are known.
-PLAIN_SOON, FIRST_TIMES, PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 4, 4, 48, 16, 1024
-REST = 15  # steps in which the answer "nobody drafts" stands without being asked again
+# While drafting seems to pay, so many steps go by until some are plain: few for the first times, for what was measured
+# before may be wrong by more than drafting would gain; and more once many plain steps are known. They come in a row,
+# since the first ones after a draft take longer than others (see CostWatch).
+PLAIN_SOON, FIRST_TIMES, PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 4, 2, 48, 16, 1024
+PLAIN_RUN = SETTLED + 4
+REST = 63  # steps in which the answer "nobody drafts" stands without being asked again, if no try is due
 
 
 class Trials:
     """Whose turn it is to try drafting, and when a step is to be plain although drafting pays."""
 
     def __init__(self) -> None:
-        self._idle_steps = self._drafting_steps = self._plain_steps = 0
+        self._idle_steps = self._drafting_steps = self._plain_runs = self._plain_left = 0
         self._patience = self._fresh_patience()
-        self._rest, self._resting = 0, list[Request]()
+        self._due, self._rest, self._resting = 0, 0, list[Request]()
         self._turn = 0
         # Rounds left of those that are trying; and when each last began to, until it drafts by itself.
         self._left: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -49,7 +52,7 @@ class Trials:
 
     def rest(self, requests: Sequence[Request]) -> None:
         """Nobody of these drafts."""
-        self._rest, self._resting = REST, list(requests)
+        self._rest, self._resting = min(REST, self._due), list(requests)
 
     def explore(self, idle: Mapping[Request, int]) -> set[Request]:
         """Of those that would not draft, who does so all the same.
@@ -69,6 +72,7 @@ class Trials:
             trying = hopeful or [min(idle, key=lambda request: self._began.get(request, 0))]
             for request in trying:
                 self._began[request], self._left[request] = self._turn, max(EXPLORE_ROUNDS // len(trying), 1)
+        self._due = max(self._patience[hope] - self._idle_steps, 0)
         if not self._left:
             return set()
         tries = {request for request in idle if request in self._left}
@@ -90,9 +94,11 @@ class Trials:
         Args:
             known: plain steps that were timed.
         """
-        self._drafting_steps += 1
-        first = self._plain_steps < FIRST_TIMES
-        if self._drafting_steps < (PLAIN_SOON if first else PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
-            return False
-        self._drafting_steps, self._plain_steps = 0, self._plain_steps + 1
+        if not self._plain_left:
+            self._drafting_steps += 1
+            first = self._plain_runs < FIRST_TIMES
+            if self._drafting_steps < (PLAIN_SOON if first else PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
+                return False
+            self._drafting_steps, self._plain_runs, self._plain_left = 0, self._plain_runs + 1, PLAIN_RUN
+        self._plain_left -= 1
         return True

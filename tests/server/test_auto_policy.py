@@ -11,9 +11,10 @@ import pytest
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.step_cost import CostCurves, StepCost
 from server.auto_policy import LITTLE, TOGETHER, AutoPolicy
+from server.cost_watch import SETTLED
 from server.policy import FixedLength, StepOutcome
 from server.request import Request
-from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY, PLAIN_RARELY, PLAIN_SOON
+from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY, PLAIN_RARELY, PLAIN_RUN, PLAIN_SOON
 from tests.server.policies import cost_of, one_round
 from tests.server.test_policy import some_request
 
@@ -119,14 +120,15 @@ def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
     policy, request = AutoPolicy(cost_of(0.01, draft_len=4)), some_request()
     lens = [policy.plan([request], [4], 100)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
     assert all(lens), "not beside a prompt, where its time would not tell"
-    lens = [policy.plan([request], [4], 0)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
-    assert lens.count(0) == FIRST_TIMES, "soon, for the first times"
-    lens = [policy.plan([request], [4], 0)[0] for _ in range(3 * PLAIN_EVERY)]
-    assert lens.count(0) == 3
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(FIRST_TIMES * (PLAIN_SOON - 1 + PLAIN_RUN))]
+    assert lens.count(0) == FIRST_TIMES * PLAIN_RUN, "soon, for the first times"
+    assert lens[PLAIN_SOON - 1 :][:PLAIN_RUN] == [0] * PLAIN_RUN
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(3 * (PLAIN_EVERY - 1 + PLAIN_RUN))]
+    assert lens.count(0) == 3 * PLAIN_RUN
     for _ in range(100):
         policy.observe_step(step(1.0))
-    lens = [policy.plan([request], [4], 0)[0] for _ in range(2 * PLAIN_RARELY)]
-    assert lens.count(0) == 2, "more rarely once it is known"
+    lens = [policy.plan([request], [4], 0)[0] for _ in range(2 * (PLAIN_RARELY - 1 + PLAIN_RUN))]
+    assert lens.count(0) == 2 * PLAIN_RUN, "more rarely once it is known"
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 3])
@@ -143,7 +145,8 @@ def test_what_drafting_costs_beyond_the_measured_makes_it_rarer() -> None:
     policy, request = AutoPolicy(cost_of(0.1, draft=0.4, draft_len=4)), some_request()
     assert policy.plan([request], [4], 0)[0] > 0
     for _ in range(400):
-        policy.observe_step(step(policy.cost.seconds(1, 0, 1)))
+        for _ in range(SETTLED + 1):
+            policy.observe_step(step(policy.cost.seconds(1, 0, 1)))
         policy.observe_step(step(3.0 * policy.cost.seconds(2, 0, 1, 1, 1), drafting=1))
     assert policy.plan([request], [4], 0) == [0]
 
