@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.common import (
     chat_ids,
@@ -26,7 +26,9 @@ from benchmarks.common import (
     require_quiet_machine,
 )
 from benchmarks.scripted import ScriptedDrafter
+from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import SamplingParams
+from server.auto_policy import AutoPolicy
 from server.engine import Engine
 from server.policy import LengthPolicy
 from server.request import Request, RequestParams
@@ -67,11 +69,14 @@ def run(engine: Engine, prompt: str, params: RequestParams, tally: Tally) -> Req
 
 
 def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
-    """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2."""
+    """Greedy, over all prompts: the real draft's cost with an acceptance length of 2.2, known by calibration."""
     assert engine.drafter is not None
     tallies = {way: Tally() for way in ("full", "plain", "auto")}
     answers: dict[tuple[int, ...], list[int]] = {}
-    auto, real = engine.policy, engine.drafter
+    real, usual = engine.drafter, engine.policy
+    assert isinstance(usual, AutoPolicy)
+    known = {"ratio": (0.99, 0.2, *[0.01] * (engine.draft_len - 2))}
+    auto = AutoPolicy(usual.cost, replace(Calibration.raw(engine.draft_len), acceptance=known))
 
     def pattern(request: Request, _: int) -> tuple[int, list[float]]:
         right = (1, 1, 2, 1, 1)[request.speculation.rounds % 5]
@@ -88,7 +93,7 @@ def measure_scripted(engine: Engine, max_tokens: int) -> dict[str, float]:
             again = run(engine, item["prompt"], RequestParams(**greedy), tallies[way])
             assert again.tokens == answered.tokens, "speculation changed a text"
         engine.drafter = real
-    engine.policy = auto
+    engine.policy = usual
     return _row(*tallies.values())
 
 

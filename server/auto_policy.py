@@ -93,7 +93,7 @@ class AutoPolicy(LengthPolicy):
         if any(lens):
             self.trials.drafts([requests[i] for i in able if lens[i]])
             # Not beside a prompt: such a step would not be looked at.
-            if not prefill_tokens and self.trials.plain_step(self.watch.plain_steps):
+            if not prefill_tokens and self.trials.plain_step(self.watch.plain_steps, plan.draft.gain):
                 return [0] * len(limits)
         self._add_in_full(plan, requests, lens, limits)
         if not any(lens):

@@ -9,9 +9,13 @@ from dspark_core.step_cost import StepCost
 from server.policy import StepOutcome
 
 MEMORY, PRIOR = 50, 8  # steps: for how many a mean is taken, and what "both alike" counts for
+# What a mean over steps with, or without, drafting counts for fades with every one of the other kind, down to so many
+# steps: it was taken a while ago, on a machine that may be another one by now.
+STALE, LEAST_MEMORY = 0.99, 8
 LEAST, MOST = 0.5, 2.0  # of the usual: a step that took longer was interrupted by something else
 GRAIN_OF_CONTEXT, MOST_KNOWN = 64, 4096  # tokens that make no difference; predictions that are kept
 MOST_ROWS = 256  # larger passes are taken to be alike
+ENOUGH = 4  # of many plain steps in a row every fourth is looked at: looking takes time too
 SETTLED = 4  # plain steps after a drafting one that are not looked at: the draft has taken the target's place in caches
 FADES = 0.995  # what a size of pass is known by, from one drafting step to the next
 
@@ -37,6 +41,7 @@ class CostWatch:
         self.predicted, self.steps = 0.0, 0
         self._plain_run = SETTLED  # steps since somebody drafted
         self._counts = {False: 0, True: 0}  # of steps without and with drafting
+        self._weights = {False: 0.0, True: 0.0}  # of how many of them it still is the mean
         self._known: dict[tuple[int, ...], float] = {}
         # [MOST_ROWS] the same as `drafting` for passes of so many rows, and of how many steps each is the mean.
         self._by_rows, self._seen = np.ones(MOST_ROWS), np.zeros(MOST_ROWS)
@@ -66,7 +71,9 @@ class CostWatch:
         """Learn from a step, if it is one like others."""
         drafts = outcome.drafting > 0
         self._plain_run = 0 if drafts else self._plain_run + 1
-        if not outcome.steady or not (drafts or self._plain_run > SETTLED):
+        if not (drafts or self._plain_run > SETTLED) or not outcome.steady:
+            return
+        if self._plain_run > MEMORY and self._plain_run % ENOUGH:
             return
         self.steps += 1
         place = int(outcome.context // GRAIN_OF_CONTEXT)
@@ -79,12 +86,15 @@ class CostWatch:
         mean, found = (self.drafting if drafts else self.plain), outcome.seconds / self.predicted
         if self._counts[drafts] >= PRIOR:
             found = min(max(found, LEAST * mean), MOST * mean)
-        self._counts[drafts] = count = min(self._counts[drafts] + 1, MEMORY)
+        self._counts[drafts] = min(self._counts[drafts] + 1, MEMORY)
+        self._weights[drafts] = weight = min(self._weights[drafts] + 1, MEMORY)
+        if self._weights[not drafts] > LEAST_MEMORY:
+            self._weights[not drafts] *= STALE
         if drafts:
-            self.drafting += (found - self.drafting) / count
+            self.drafting += (found - self.drafting) / weight
             rows = min(outcome.batch_tokens, MOST_ROWS - 1)
             self._seen *= FADES  # sizes that are not met are forgotten: the machine was another one then
             self._seen[rows] = seen = min(self._seen[rows] + 1, MEMORY)
             self._by_rows[rows] += (found - self._by_rows[rows]) / seen
         else:
-            self.plain += (found - self.plain) / count
+            self.plain += (found - self.plain) / weight

@@ -18,10 +18,10 @@ EXPLORE_EVERY, EXPLORE_ROUNDS, EXPLORE_SLOTS, EXPLORE_RARELY = 768, 4, 2, 3072
 # Much sooner where drafting would pay if the draft were only a little better than is known.
 EXPLORE_SOON = 32
 # While drafting seems to pay, so many steps go by until some are plain: few for the first times, for what was measured
-# before may be wrong by more than drafting would gain; and more once many plain steps are known. They come in a row,
-# since the first ones after a draft take longer than others (see CostWatch).
-PLAIN_SOON, FIRST_TIMES, PLAIN_EVERY, PLAIN_KNOWN, PLAIN_RARELY = 4, 2, 48, 16, 1024
-PLAIN_RUN = SETTLED + 4
+# before may be wrong by more than drafting would gain; and more once many plain steps are known, above all where they
+# would lose much: machines change. They come in a row, since the first ones after a draft take longer than others.
+PLAIN_SOON, FIRST_TIMES, PLAIN_EVERY, PLAIN_KNOWN, PLAIN_LATER, PLAIN_RARELY = 4, 2, 48, 16, 128, 1024
+PLAIN_RUN, MUCH = SETTLED + 4, 1.2
 REST = 63  # steps in which the answer "nobody drafts" stands without being asked again, if no try is due
 
 
@@ -88,16 +88,17 @@ class Trials:
             if self._began.pop(request, None) is not None:
                 self._patience = self._fresh_patience()
 
-    def plain_step(self, known: int) -> bool:
+    def plain_step(self, known: int, gain: float) -> bool:
         """Whether this step, in which drafting pays, is to be a plain one: what it costs beside it is not known else.
 
         Args:
             known: plain steps that were timed.
+            gain: tokens a second with drafting, by those of plain steps.
         """
         if not self._plain_left:
             self._drafting_steps += 1
-            first = self._plain_runs < FIRST_TIMES
-            if self._drafting_steps < (PLAIN_SOON if first else PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY):
+            later = PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY if gain > MUCH else PLAIN_LATER
+            if self._drafting_steps < (PLAIN_SOON if self._plain_runs < FIRST_TIMES else later):
                 return False
             self._drafting_steps, self._plain_runs, self._plain_left = 0, self._plain_runs + 1, PLAIN_RUN
         self._plain_left -= 1

@@ -14,7 +14,16 @@ from server.auto_policy import LITTLE, TOGETHER, AutoPolicy
 from server.cost_watch import SETTLED
 from server.policy import FixedLength, StepOutcome
 from server.request import Request
-from server.trials import EXPLORE_EVERY, EXPLORE_SLOTS, FIRST_TIMES, PLAIN_EVERY, PLAIN_RARELY, PLAIN_RUN, PLAIN_SOON
+from server.trials import (
+    EXPLORE_EVERY,
+    EXPLORE_SLOTS,
+    FIRST_TIMES,
+    PLAIN_EVERY,
+    PLAIN_LATER,
+    PLAIN_RARELY,
+    PLAIN_RUN,
+    PLAIN_SOON,
+)
 from tests.server.policies import cost_of, one_round
 from tests.server.test_policy import some_request
 
@@ -118,6 +127,7 @@ def test_what_is_verified_in_full_is_so_whatever_it_costs() -> None:
 def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
     """Or nobody would know what drafting costs beside it."""
     policy, request = AutoPolicy(cost_of(0.01, draft_len=4)), some_request()
+    nearly = AutoPolicy(cost_of(0.0, draft=2.4, draft_len=4), Calibration({}, {"ratio": (0.85,) * 4}))
     lens = [policy.plan([request], [4], 100)[0] for _ in range(FIRST_TIMES * PLAIN_SOON)]
     assert all(lens), "not beside a prompt, where its time would not tell"
     lens = [policy.plan([request], [4], 0)[0] for _ in range(FIRST_TIMES * (PLAIN_SOON - 1 + PLAIN_RUN))]
@@ -129,6 +139,11 @@ def test_now_and_then_a_step_is_plain_while_drafting_pays() -> None:
         policy.observe_step(step(1.0))
     lens = [policy.plan([request], [4], 0)[0] for _ in range(2 * (PLAIN_RARELY - 1 + PLAIN_RUN))]
     assert lens.count(0) == 2 * PLAIN_RUN, "more rarely once it is known"
+    for _ in range(100):
+        nearly.observe_step(step(1.0))
+    lens = [nearly.plan([request], [4], 0)[0] for _ in range(PLAIN_RARELY)]
+    runs = PLAIN_RARELY // (PLAIN_LATER + PLAIN_RUN)
+    assert runs <= lens.count(0) / PLAIN_RUN <= runs + FIRST_TIMES, "less rarely where it gains little"
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 3])

@@ -48,6 +48,20 @@ def test_plain_steps_right_after_a_draft_do_not_count() -> None:
     assert (watch.plain, watch.plain_steps) == (1.0, 1)
 
 
+def test_a_machine_that_became_another_one_is_noticed() -> None:
+    """Plain steps were slow once; a few looks at them, long after, tell that they are not any more."""
+    watch = CostWatch(cost_of(0.0))
+    for _ in range(100):
+        watch.observe(step(1.3))
+    for _ in range(10):
+        for _ in range(128):
+            watch.observe(step(1.2, drafting=1))
+        for _ in range(SETTLED + 4):
+            watch.observe(step(1.0))
+    assert watch.plain == pytest.approx(1.0, rel=0.01)
+    assert factor(watch) == pytest.approx(1.17, abs=0.01)
+
+
 def test_a_slow_machine_is_no_reason_not_to_draft() -> None:
     watch = CostWatch(cost_of(0.0))
     for _ in range(100):
