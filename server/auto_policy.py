@@ -131,6 +131,7 @@ class AutoPolicy(LengthPolicy):
                     reads_confidence=self.reads_confidence,
                 ),
             )
+            self.admits_by_confidence = self._plan.by_confidence
         return self._plan
 
     def admit(

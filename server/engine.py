@@ -210,13 +210,14 @@ class Engine:
             for item in items
         ]
         drafts = self.drafter.draft(blocks, draft_round)
-        confidence = None
         wanted = self.policy.reads_confidence or self.reads_confidence or any(i.request.params.detail for i in items)
-        if drafts.confidence_logits is not None and wanted:
-            confidence = drafts.confidence_logits.cpu().double().numpy()
+        logits, confidence = drafts.confidence_logits if wanted else None, None
+        if logits is not None and self.policy.admits_by_confidence:
+            logits = logits.cpu()  # a wait for the device; else they come with the result, when it has waited anyway
+            confidence = logits.double().numpy()
         requests, slots = [item.request for item in items], [item.num_slots for item in items]
         lens = admit_step(self.policy, requests, slots, confidence, prefill_tokens)
-        return Drafted(drafts.draft_ids, lens, confidence, caught_up)
+        return Drafted(drafts.draft_ids, lens, logits, caught_up)
 
     def _deliver(
         self, work: Sequence[Work], drafted: Drafted, emitted: list[list[int]], logits: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -23,14 +24,19 @@ class Drafted:
     Attributes:
         ids: [R, K] proposals, on the device.
         verify_lens: [R] how many of each block are sent to the target.
-        confidence: [R, k] logits, if somebody reads them.
+        confidence_logits: [R, k], if somebody reads them, on the device or not.
         caught_up: tokens whose context the draft was given first.
     """
 
     ids: Tensor
     verify_lens: Sequence[int]
-    confidence: Floats | None
+    confidence_logits: Tensor | None
     caught_up: int = 0
+
+    @cached_property
+    def confidence(self) -> Floats | None:
+        """[R, k] logits on the host; waits for the device unless they are there."""
+        return None if self.confidence_logits is None else self.confidence_logits.cpu().double().numpy()
 
     def verified(self, index: int) -> int:
         """Of a step's work item: those that draft come first."""

@@ -94,11 +94,12 @@ class LengthPolicy:
     """Whole blocks, and the base of all others.
 
     Attributes:
-        reads_confidence: whether `admit` and `observe` want confidence logits.
+        reads_confidence: whether `admit` or `observe` wants confidence logits.
+        admits_by_confidence: whether `admit` wants those of the step that was planned last.
         calibration: by which it understands them, if it does.
     """
 
-    reads_confidence = False
+    reads_confidence = admits_by_confidence = False
     calibration: Calibration | None = None
 
     def may_draft(self, request: Request) -> bool:
@@ -147,7 +148,7 @@ class FixedLength(LengthPolicy):
 class Threshold(LengthPolicy):
     """Whole blocks are drafted; what is verified is as much as will survive with at least this probability."""
 
-    reads_confidence = True
+    reads_confidence = admits_by_confidence = True
 
     def __init__(self, threshold: float, calibration: Calibration) -> None:
         self.threshold = threshold

@@ -22,7 +22,7 @@ Admit = Callable[[Sequence[int], Floats | None], list[int]]
 class Lengths(LengthPolicy):
     """Asks functions: draft slots from requests and limits, verify lengths from slots and confidence logits."""
 
-    reads_confidence = True
+    reads_confidence = admits_by_confidence = True
 
     def __init__(self, plan: Plan | None = None, admit: Admit | None = None) -> None:
         self._plan, self._admit = plan, admit
