@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +92,7 @@ class Engine:
         self.reads_confidence = False  # for observers, where the policy does not
         self.origin: Origin | None = None  # what measurements of it are marked with, where that is known
         self.context = DraftContext(self.memory)
-        self.scheduler.before_preemption = lambda request: self._write_context([request])
+        self.scheduler.before_preemption = lambda request: self.context.write(self.drafter, [request])
         self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.vocab_size)
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
@@ -204,7 +204,7 @@ class Engine:
         """Propose blocks, and decide how much of each is sent to the target."""
         if draft_round is None or self.drafter is None:
             return self._nothing_drafted
-        caught_up = self._write_context([item.request for item in items])
+        caught_up = self.context.write(self.drafter, [item.request for item in items])
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
@@ -274,15 +274,12 @@ class Engine:
             self.context.add(request, Committed(position, layout.slots[first : first + size], features, first), later)
             if not later:
                 now.append(request)
-        self._write_context(now)
+        self.context.write(self.drafter, now)
         ended = [item.request for item in work if item.request.finished]
-        late = self._write_context({*self.context.due(), *(ended if self.memory.cache else ())})
+        late = self.context.write(self.drafter, {*self.context.due(), *(ended if self.memory.cache else ())})
         for request in ended:
             self._remove(request)
         return late
-
-    def _write_context(self, requests: Collection[Request]) -> int:
-        return self.context.write(self.drafter, requests)
 
     def _remove(self, request: Request) -> None:
         self.context.drop(request)

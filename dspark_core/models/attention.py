@@ -38,6 +38,17 @@ class Segment:
     def last_limit(self) -> int:
         return self.limit + self.count - 1 if self.causal else self.limit
 
+    def used_pages(self, page_size: int) -> Sequence[int]:
+        """Pages of the positions that its rows see.
+
+        Raises:
+            IndexError: it has fewer. Kernels trust the tables, and would read what is no page.
+        """
+        used = self.last_limit // page_size + 1
+        if used > len(self.pages):
+            raise IndexError(f"rows see position {self.last_limit}, in page {used} of {len(self.pages)}")
+        return self.pages[:used]
+
 
 @dataclass(frozen=True)
 class FlatBatch:
@@ -80,10 +91,10 @@ class PagedAttend:
 def _pages_and_mask(segment: Segment, pool: KVPool) -> tuple[Tensor, Tensor]:
     """The pages [P] that a segment sees, and which of their keys each row sees [count, P * page_size]."""
     device = pool.keys.device
-    used = segment.last_limit // pool.page_size + 1
+    pages = segment.used_pages(pool.page_size)
     limits = segment.limit + torch.arange(segment.count, device=device) * int(segment.causal)
-    visible = torch.arange(used * pool.page_size, device=device) <= limits.unsqueeze(-1)
-    return torch.tensor([*segment.pages[:used]], device=device), visible
+    visible = torch.arange(len(pages) * pool.page_size, device=device) <= limits.unsqueeze(-1)
+    return torch.tensor([*pages], device=device), visible
 
 
 def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[list[list[int]], list[int]]:
@@ -95,5 +106,5 @@ def tiles_of(segments: Sequence[Segment], page_size: int) -> tuple[list[list[int
         for first in range(0, segment.count, TILE_ROWS):
             size = min(TILE_ROWS, segment.count - first)
             tiles.append([segment.start + first, size, segment.limit + step * first, step, table])
-        pages += segment.pages[: segment.last_limit // page_size + 1]
+        pages += segment.used_pages(page_size)
     return tiles, pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -259,3 +260,11 @@ def test_page_bytes_are_those_of_the_pool() -> None:
     pool = random_pool(5, page_size=32, num_layers=3)
     size = bytes_per_page(num_layers=3, page_size=32, num_kv_heads=2, head_dim=DIM, dtype=torch.float32)
     assert 5 * size == pool.keys.nbytes + pool.values.nbytes
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_segment_without_the_pages_that_it_sees_is_refused(causal: bool) -> None:
+    segment = Segment(0, 3, 2 * 16 - 1 - 2 * causal, [4, 7], causal=causal)
+    assert list(segment.used_pages(16)) == [4, 7]
+    with pytest.raises(IndexError, match="page 3 of 2"):
+        tiles_of([replace(segment, limit=segment.limit + 1)], 16)
