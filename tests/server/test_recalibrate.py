@@ -37,8 +37,8 @@ def feed(
         request = some_request()
         request.params = RequestParams(sampling or SamplingParams())
         request.key = int(random.integers(2**40))
-        if policy.plan([request], [K], 0) == [0]:  # a plain step, now and then
-            policy.plan([request], [K], 0)
+        while policy.plan([request], [K], 0) == [0]:  # plain steps, now and then
+            pass
         logits = random.normal(size=(1, K))
         assert policy.admit([request], [K], logits, 0) == [K], "whole blocks, whatever their confidence"
         stands = random.random(K) < 1 / (1 + np.exp(-(logits[0] - 1.5)))
