@@ -22,7 +22,7 @@ from server.request import Request
 # Tokens that wait at most: of one request, so that no step takes much longer than others, and of all together, for
 # memory's sake.
 MOST, MOST_OF_ALL = 128, 1024
-HELD = 32  # rows of memory held for one that is wanted
+HELD = 8  # rows of memory held for one that is wanted
 
 
 @dataclass(slots=True)
