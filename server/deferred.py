@@ -77,11 +77,13 @@ class DraftContext:
         self._size.pop(request, None)
 
     def due(self) -> list[Request]:
-        """The one of which most waits, if that is too much; one, for the sake of those whose tokens come later then."""
-        if not self._size:
-            return []
-        most = max(self._size, key=self._size.__getitem__)
-        return [most] if self._size[most] >= MOST or sum(self._size.values()) > MOST_OF_ALL else []
+        """Those that are to be written now: those of which too much waits, or all if that is too much together.
+
+        All, for one after the other would be one in nearly every step of many requests; and no such step's time tells.
+        """
+        if sum(self._size.values()) > MOST_OF_ALL:
+            return list(self._size)
+        return [request for request, size in self._size.items() if size >= MOST]
 
     def write(self, drafter: Drafter | None, requests: Collection[Request]) -> int:
         """Give the draft the context of these, as far as it waits. Returns of how many tokens."""
