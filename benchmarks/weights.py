@@ -64,7 +64,7 @@ def rotate(model: TargetModel, seed: int = 0) -> None:
         reads(layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
         reads(layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
         writes(attention.o_proj, mlp.down_proj)
-    head = nn.Linear(size, model.config.vocab_size, bias=False)
+    head = nn.Linear(size, model.config.vocab_size, bias=False, device="meta")
     head.weight = cast(nn.Linear, model.lm_head).weight
     reads(cast(RMSNorm, model.norm), head)
     model.lm_head = head

@@ -92,11 +92,10 @@ class AutoPolicy(LengthPolicy):
             lens[i] = min(length + plan.spare, limits[i]) if length else 0
         if any(lens):
             self.trials.drafts([requests[i] for i in able if lens[i]])
-            # Not beside a prompt: such a step would not be looked at.
-            if not prefill_tokens and self.trials.plain_step(self.watch.plain_steps, plan.draft.gain):
+            if self.trials.plain_step(self.watch.plain_steps, plan.draft.gain, alone=not prefill_tokens):
                 return [0] * len(limits)
         self._add_in_full(plan, requests, lens, limits)
-        if not any(lens):
+        if not any(lens) and not self._unread:  # else what a try has brought is learnt in this step
             self.trials.rest(requests)
         return lens
 

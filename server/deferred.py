@@ -31,12 +31,14 @@ class Committed:
 
     Attributes:
         step_features: [N, m * D] of all rows of their step.
+        later: their context need not be written in that step.
     """
 
     position: int
     slots: list[int]
     step_features: Tensor
     row: int
+    later: bool
 
     @property
     def features(self) -> Tensor:
@@ -45,10 +47,14 @@ class Committed:
 
 
 class DraftContext:
-    """Keeps features until their context is written, and then lets others find the pages."""
+    """Keeps features until their context is written, and then lets others find the pages.
+
+    Attributes:
+        caught_up: tokens whose context was written later, since somebody last looked (`take_caught_up`).
+    """
 
     def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
+        self._memory, self.caught_up = memory, 0
         self._waiting: dict[Request, list[Committed]] = {}
         self._size: dict[Request, int] = {}
 
@@ -56,18 +62,16 @@ class DraftContext:
         """Tokens of it whose context is still to be written."""
         return self._size.get(request, 0)
 
-    def add(self, request: Request, tokens: Committed, later: bool) -> None:
+    def add(self, request: Request, tokens: Committed) -> None:
         """Take what a step has committed, after what waits already.
 
-        Args:
-            later: it is not written in this step. Of features that the next step may overwrite, or that hold many
-                rows, a copy is kept.
+        Of features that wait, and that the next step may overwrite or that hold many rows, a copy is kept.
         """
         expected = request.table.draft_context_len + self.size(request)
         assert tokens.position == expected, "the draft's context has a hole"
         features = tokens.step_features
-        if later and (features.is_cuda or len(features) > HELD * len(tokens.slots)):
-            tokens = Committed(tokens.position, tokens.slots, tokens.features.clone(), 0)
+        if tokens.later and (features.is_cuda or len(features) > HELD * len(tokens.slots)):
+            tokens = Committed(tokens.position, tokens.slots, tokens.features.clone(), 0, later=True)
         self._waiting.setdefault(request, []).append(tokens)
         self._size[request] = self.size(request) + len(tokens.slots)
 
@@ -77,19 +81,32 @@ class DraftContext:
         self._size.pop(request, None)
 
     def due(self) -> list[Request]:
-        """Those that are to be written now: those of which too much waits, or all if that is too much together.
+        """Those that are to be written now: that do not wait, of which too much waits, or all if that is too much.
 
         All, for one after the other would be one in nearly every step of many requests; and no such step's time tells.
         """
         if sum(self._size.values()) > MOST_OF_ALL:
             return list(self._size)
-        return [request for request, size in self._size.items() if size >= MOST]
+        waiting = self._waiting.items()
+        return [request for request, parts in waiting if not parts[-1].later or self._size[request] >= MOST]
 
-    def write(self, drafter: Drafter | None, requests: Collection[Request]) -> int:
-        """Give the draft the context of these, as far as it waits. Returns of how many tokens."""
+    def take_caught_up(self) -> int:
+        count, self.caught_up = self.caught_up, 0
+        return count
+
+    def close(self, drafter: Drafter | None, requests: Collection[Request]) -> None:
+        """These are about to give their pages back: write what waits if others can find it, else drop it."""
+        if self._memory.cache:
+            self.write(drafter, requests)
+        for request in requests:
+            self.drop(request)
+
+    def write(self, drafter: Drafter | None, requests: Collection[Request]) -> None:
+        """Give the draft the context of these, as far as it waits."""
         parts = list(chain.from_iterable(self._waiting.get(request, ()) for request in requests))
         if drafter is None or not parts:
-            return 0
+            return
+        self.caught_up += sum(len(part.slots) for part in parts if part.later)
         positions = [part.position + i for part in parts for i in range(len(part.slots))]
         slots = [slot for part in parts for slot in part.slots]
         where = tensor_on(parts[0].step_features.device, [positions, slots])
@@ -98,4 +115,3 @@ class DraftContext:
             if request in self._waiting:
                 self._memory.publish(request.table, request.tokens, draft_context=True)
                 self.drop(request)
-        return len(slots)

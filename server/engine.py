@@ -92,7 +92,7 @@ class Engine:
         self.reads_confidence = False  # for observers, where the policy does not
         self.origin: Origin | None = None  # what measurements of it are marked with, where that is known
         self.context = DraftContext(self.memory)
-        self.scheduler.before_preemption = lambda request: self.context.write(self.drafter, [request])
+        self.scheduler.before_preemption = lambda request: self.context.close(self.drafter, [request])
         self.grammars = GrammarCompiler(self.tokenizer, self.eos_token_ids, self.vocab_size)
         self._entropy = parts.seed if parts.seed is not None else int.from_bytes(os.urandom(8), "big")
         self._num_requests = 0
@@ -184,8 +184,9 @@ class Engine:
         emitted = read_back(parts, drafted=len(drafting))
         score_prompts(work, layout, output.logits[layout.num_deciding :])
         outcomes = self._deliver(work, drafted, emitted, logits)
-        late = drafted.caught_up + self._commit(work, layout, emitted, output.features)
-        taken = step_outcome(work, layout, late, prefill_tokens, time.perf_counter() - started)
+        self._commit(work, layout, emitted, output.features)
+        caught_up = self.context.take_caught_up()
+        taken = step_outcome(work, layout, caught_up, prefill_tokens, time.perf_counter() - started)
         self._tell(rounds_of(drafting, drafted), taken)
         return outcomes
 
@@ -204,7 +205,7 @@ class Engine:
         """Propose blocks, and decide how much of each is sent to the target."""
         if draft_round is None or self.drafter is None:
             return self._nothing_drafted
-        caught_up = self.context.write(self.drafter, [item.request for item in items])
+        self.context.write(self.drafter, [item.request for item in items])
         blocks = [
             DraftBlock(item.request.tokens[-1], item.request.table.kv_len, item.num_slots, item.request.table.pages)
             for item in items
@@ -217,7 +218,7 @@ class Engine:
             confidence = logits.double().numpy()
         requests, slots = [item.request for item in items], [item.num_slots for item in items]
         lens = admit_step(self.policy, requests, slots, confidence, prefill_tokens)
-        return Drafted(drafts.draft_ids, lens, logits, caught_up)
+        return Drafted(drafts.draft_ids, lens, logits)
 
     def _deliver(
         self, work: Sequence[Work], drafted: Drafted, emitted: list[list[int]], logits: Tensor
@@ -252,12 +253,8 @@ class Engine:
             request.count_round(drafted=item.num_slots, verified=verified, accepted=accepted, decided=decided)
         return accepted
 
-    def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> int:
-        """Declare the rows of tokens that stand valid, and give their features to the draft, now or later.
-
-        Returns of how many tokens the draft was given features that had waited.
-        """
-        now: list[Request] = []
+    def _commit(self, work: Sequence[Work], layout: Layout, emitted: list[list[int]], features: Tensor | None) -> None:
+        """Declare the rows of tokens that stand valid, and give their features to the draft, now or later."""
         for index, item in enumerate(work):
             request, table = item.request, item.request.table
             if request.error:
@@ -271,15 +268,13 @@ class Engine:
                 self.memory.publish(table, request.tokens, draft_context=False)
                 continue
             first, later = layout.starts[index], item.num_tokens == 1 and not item.num_slots
-            self.context.add(request, Committed(position, layout.slots[first : first + size], features, first), later)
-            if not later:
-                now.append(request)
-        self.context.write(self.drafter, now)
+            slots = layout.slots[first : first + size]
+            self.context.add(request, Committed(position, slots, features, first, later))
+        self.context.write(self.drafter, self.context.due())
         ended = [item.request for item in work if item.request.finished]
-        late = self.context.write(self.drafter, {*self.context.due(), *(ended if self.memory.cache else ())})
+        self.context.close(self.drafter, ended)
         for request in ended:
-            self._remove(request)
-        return late
+            self.scheduler.remove(request)
 
     def _remove(self, request: Request) -> None:
         self.context.drop(request)

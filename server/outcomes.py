@@ -25,13 +25,11 @@ class Drafted:
         ids: [R, K] proposals, on the device.
         verify_lens: [R] how many of each block are sent to the target.
         confidence_logits: [R, k], if somebody reads them, on the device or not.
-        caught_up: tokens whose context the draft was given first.
     """
 
     ids: Tensor
     verify_lens: Sequence[int]
     confidence_logits: Tensor | None
-    caught_up: int = 0
 
     @cached_property
     def confidence(self) -> Floats | None:

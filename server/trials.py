@@ -88,14 +88,18 @@ class Trials:
             if self._began.pop(request, None) is not None:
                 self._patience = self._fresh_patience()
 
-    def plain_step(self, known: int, gain: float) -> bool:
+    def plain_step(self, known: int, gain: float, *, alone: bool) -> bool:
         """Whether this step, in which drafting pays, is to be a plain one: what it costs beside it is not known else.
 
         Args:
             known: plain steps that were timed.
             gain: tokens a second with drafting, by those of plain steps.
+            alone: no prompt is in this step. Beside one its time would not tell, so that none begins there; but those
+                that have begun go on, for a draft among them would make the others worthless.
         """
         if not self._plain_left:
+            if not alone:
+                return False
             self._drafting_steps += 1
             later = PLAIN_EVERY if known < PLAIN_KNOWN else PLAIN_RARELY if gain > MUCH else PLAIN_LATER
             if self._drafting_steps < (PLAIN_SOON if self._plain_runs < FIRST_TIMES else later):

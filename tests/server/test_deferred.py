@@ -125,11 +125,12 @@ def plain_text(prompt: list[int]) -> list[int]:
     return result.ids
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_preemption_aborts_and_sharing(seed: int) -> None:
+def test_preemption_aborts_and_sharing(seed: int, prefix_cache: bool) -> None:
     source = random.Random(seed)
     drafter = Counting(4, continuation, [1, -1, 0])
-    engine = engine_of(drafter, 3, num_tokens=256, max_model_len=128, max_num_seqs=5)
+    engine = engine_of(drafter, 3, num_tokens=256, max_model_len=128, max_num_seqs=5, prefix_cache=prefix_cache)
     requests = []
     for number in range(16):
         size = source.choice((5, 17, 17, 40))

@@ -5,37 +5,22 @@ Ten thousand: `python -m tests.server.test_endurance_http --requests 10000`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import gc
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import httpx
-import torch
 
 from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.config import ServerConfig
-from server.engine import Engine
-from tests.server.engines import check_idle, make_engine, tiny_draft
+from tests.server.engines import check_idle
 from tests.server.http_util import DEADLINE_S, eventually, server_of
-from tests.server.test_endurance import LENGTHS, MAX_GROWTH_MB, REPORT_EVERY, WARM_UP, resident_mb
+from tests.server.test_endurance import LENGTHS, measure_growth, small_engine
 
 CLIENTS = 12
-
-
-def tiny() -> Engine:
-    """Its memory holds two of the longest requests."""
-    return make_engine(
-        tiny_draft("vanilla", 5, agrees=True),
-        num_tokens=256,
-        max_model_len=128,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-    )
 
 
 class Clients:
@@ -91,7 +76,7 @@ class Clients:
 
 def endure(count: int, on_end: Callable[[int], None] | None = None) -> Counter[str]:
     """Run so many requests; afterwards the engine holds none, and lives."""
-    engine = tiny()
+    engine = small_engine()
     with server_of(create_app(AsyncEngine(engine), ServerConfig(served_model_name="tiny"))) as url:
         clients = Clients(url, engine.vocab_size)
         asyncio.run(clients.run(count, on_end))
@@ -109,27 +94,5 @@ def test_nothing_is_left_of_clients_that_hang_up() -> None:
     assert min(ended[way] for way in ("streamed", "answered", "hung up", "hung up on a stream")) > 3, ended
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run many requests; 1 if memory grew. The clients live in the same process."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--requests", type=int, default=10_000, help=f"{WARM_UP + REPORT_EVERY} or more")
-    count = parser.parse_args(arguments).requests
-    if count < WARM_UP + REPORT_EVERY:
-        parser.error(f"--requests is {count}, expected {WARM_UP + REPORT_EVERY} or more")
-    torch.set_num_threads(1)
-    resident: dict[int, float] = {}
-
-    def report(ended: int) -> None:
-        if ended % REPORT_EVERY == 0:
-            gc.collect()
-            resident[ended] = resident_mb()
-            print(f"{ended} requests, RSS {resident[ended]:.1f} MB", flush=True)
-
-    ways = endure(count, report)
-    growth = list(resident.values())[-1] - resident[WARM_UP]
-    print(f"{dict(ways)}; no page lost, RSS grew by {growth:.1f} MB after the first {WARM_UP}")
-    return int(growth > MAX_GROWTH_MB)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_growth(lambda count, on_end: str(dict(endure(count, on_end))), __doc__))

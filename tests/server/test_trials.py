@@ -13,7 +13,7 @@ from torch import Tensor
 from dspark_core.checkpoint.calibration import Calibration
 from dspark_core.sampling import SamplingParams
 from dspark_core.step_cost import CostCurves, StepCost
-from server.auto_policy import BEGINNING, REDRAWN, WATCHED, AutoPolicy
+from server.auto_policy import BEGINNING, LITTLE, REDRAWN, WATCHED, AutoPolicy
 from server.policy import LengthPolicy
 from server.request import Request, RequestParams
 from server.trials import (
@@ -24,10 +24,13 @@ from server.trials import (
     EXPLORE_SOON,
     PLAIN_EVERY,
     PLAIN_RUN,
+    PLAIN_SOON,
     REST,
+    Trials,
 )
 from tests.server.drafts import oracle
 from tests.server.engines import GREEDY, make_engine, make_prompt, run
+from tests.server.test_auto_policy import step
 from tests.server.test_policy import COST, COUNT, choose, continuation, plain, some_request, tell
 
 
@@ -207,3 +210,25 @@ def test_whether_a_request_may_draft_is_decided_once() -> None:
         engine.step()
     assert request.output_ids == plain(GREEDY, 9)
     assert request.speculation.rounds == 0, "a context that was begun in the middle would have a hole"
+
+
+def test_a_run_of_plain_steps_goes_on_beside_a_prompt_but_does_not_begin_there() -> None:
+    trials, prompts = Trials(), [True] * 50 + [False] * PLAIN_SOON + [True, False] * PLAIN_RUN
+    steps = [trials.plain_step(0, 2.0, alone=not prompt) for prompt in prompts]
+    first = 50 + PLAIN_SOON - 1
+    assert steps[: first + PLAIN_RUN + 1] == [False] * first + [True] * PLAIN_RUN + [False]
+
+
+def test_a_try_that_succeeds_counts_at_once() -> None:
+    policy, request = AutoPolicy(COST, Calibration({}, {"ratio": (0.37,) * 4})), some_request()
+    for _ in range(LITTLE):  # so that rounds are learnt from together
+        tell(policy, some_request(), drafted=4, accepted=0)
+    while not (length := choose(policy, [request], [4])[0]):
+        policy.observe_step(step(1.0))
+    for _ in range(EXPLORE_ROUNDS):
+        tell(policy, request, drafted=length, accepted=length)
+        policy.observe_step(step(1.0, drafting=1))
+        (length,) = choose(policy, [request], [4])
+    assert not length
+    policy.observe_step(step(1.0))
+    assert not policy.trials.resting([request])
